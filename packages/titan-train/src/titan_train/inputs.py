@@ -64,11 +64,11 @@ class Inputs:
         return self.label_bytes(batch.target)
 
     def sample(self, model: "nn.Module", run_dir: Path, step: int) -> str | None:
-        """Nothing: `titan_train.tasks.text` samples."""
+        """None: `titan_train.tasks.text` samples."""
 
 
 def check_inputs(config: Config) -> None:
-    """Refuse what `prepare_inputs` would refuse at once. Nothing is written.
+    """Refuse what `prepare_inputs` would refuse at its start. Nothing is written.
 
     Raises:
         ValueError: A source has no files, the tokenizer's file is missing, or the cache cannot be written.
@@ -115,7 +115,7 @@ def load_saved_tokenizer(run_dir: Path, config: Config) -> tuple[Tokenizer, Chat
     """The tokenizer and chat template of a run: those in its folder, else those that its configuration names.
 
     Raises:
-        ValueError: They are neither in the folder nor where the configuration says, or the run is of no text.
+        ValueError: They are neither in the folder nor where the configuration says, or the run is not of text.
     """
     folder = run_dir / TOKENIZER_FOLDER
     if (task := task_name(config)) != "text" and not folder.is_dir():

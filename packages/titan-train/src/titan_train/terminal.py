@@ -1,7 +1,7 @@
-"""What reaches a terminal: text, and no characters that command it.
+"""What reaches a terminal: text without characters that control it.
 
 Files that other people made hold names, samples, events and errors, and all of them are printed somewhere. An escape sequence in
-one could rewrite what stands on the screen, set the window's title or fill the clipboard. So the streams of a command and of a
+one could rewrite the screen, set the window's title or fill the clipboard. So the streams of a command and of a
 rank are wrapped where they are terminals, and `rich`, which writes sequences of its own, gets the text of its segments cleaned.
 """
 
@@ -21,7 +21,7 @@ _MOVES = re.compile(r"(?:\r|\x1b\[A|\x1b\[K)*")
 
 
 def printable(text: str) -> str:
-    """``text`` with U+FFFD in the place of every control character but tab and newline."""
+    """``text`` with U+FFFD in place of every control character but tab and newline."""
     return _CONTROL.sub("\ufffd", text)
 
 
@@ -36,7 +36,7 @@ def first_line(err: BaseException) -> str:
 
 
 class CleanStream:
-    """A text stream that writes `printable` text only; all else is as the stream's own."""
+    """A text stream that writes `printable` text only; everything else is the stream's own."""
 
     def __init__(self, stream: TextIO, *, moves: bool = False) -> None:
         """Wrap ``stream``; with ``moves``, a write may begin as a progress bar's does."""
@@ -60,7 +60,7 @@ class CleanStream:
 
 @contextlib.contextmanager
 def clean_output() -> Generator[None]:
-    """Wrap standard output and error for as long as the block lasts, where they are terminals."""
+    """Wrap standard output and error during the block, where they are terminals."""
     before = (sys.stdout, sys.stderr)
     if _is_terminal(sys.stdout):
         sys.stdout = cast("TextIO", CleanStream(sys.stdout))

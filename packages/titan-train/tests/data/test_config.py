@@ -3,7 +3,7 @@ import json
 import pytest
 from pydantic import TypeAdapter
 from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
-from titan_train.config.inputs.tokenizer import PATTERN_NAMES
+from titan_train.config.tokenizer import PATTERN_NAMES
 from titan_train.tokenizers.tiktoken import PATTERNS
 
 

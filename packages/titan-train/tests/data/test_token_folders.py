@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from titan_train.config.inputs.data import DataConfig, SourceConfig
+from titan_train.config.data import DataConfig, SourceConfig
 from titan_train.data import prepare
 from titan_train.tokenizers import ByteTokenizer
 

@@ -25,7 +25,7 @@ _ALLOCATION = ("allocate memory", "out of memory")
 
 def exit_code(command: Callable[[], int]) -> int:
     """Call the command; report what it raises in one message on stderr, and return the exit code."""
-    logging.raiseExceptions = False  # a library's log message that cannot be formatted is no traceback of the command
+    logging.raiseExceptions = False  # a library's malformed log message is not a failure of the command
     try:
         with _no_interrupt_swallowed(), clean_output():
             return command()
@@ -53,7 +53,7 @@ def exit_code(command: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def _no_interrupt_swallowed() -> Generator[None]:
-    """Raise an interrupt again that came where Python cannot raise: in a callback of an import, or a finalizer."""
+    """Raise again an interrupt that came where Python cannot raise it: in a callback of an import, or in a finalizer."""
     before, ended, sending = sys.unraisablehook, threading.Event(), threading.Lock()
 
     def hook(swallowed: Any) -> None:
@@ -103,7 +103,7 @@ def _of_a_library(err: BaseException) -> int:
 
 
 def _defect(err: BaseException) -> int:
-    """What nobody foresaw: its place in one line, its traceback in a file."""
+    """An unforeseen error: its place in one line, its traceback in a file."""
     text = "".join(traceback.format_exception(err))
     frames = traceback.extract_tb(err.__traceback__)
     where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "an unknown place"

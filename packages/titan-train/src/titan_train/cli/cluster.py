@@ -1,4 +1,4 @@
-"""What of a machine decides how fast and whether GPUs train together: driver, NVLink, sockets, InfiniBand, limits.
+"""What decides whether and how fast the GPUs of a machine train together: driver, NVLink, sockets, InfiniBand, limits.
 
 Read from files of the kernel and from ``nvidia-smi``, without CUDA. Each line says what to do.
 """
@@ -15,7 +15,7 @@ from typing import Literal
 from titan_train.launch.rank.info import mig_instances
 
 Ask = Callable[[Sequence[str]], str]
-"""Prints of a command; empty where it does not run."""
+"""The output of a command; empty where it does not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _matrix(text: str) -> dict[tuple[int, int], str]:
 def _links(topology: str) -> Finding:
     cells = _matrix(topology)
     if not cells:
-        return Finding("note", "nvlink", "unknown: `nvidia-smi topo -m` says nothing. Look at it by hand")
+        return Finding("note", "nvlink", "unknown: `nvidia-smi topo -m` prints no table. Check the links by hand")
     kinds = sorted(set(cells.values()))
     if all(kind.startswith("NV") for kind in kinds):
         return Finding("ok", "nvlink", f"between all GPUs ({', '.join(kinds)})")

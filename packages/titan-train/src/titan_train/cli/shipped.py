@@ -30,7 +30,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     for title, found in (
         ("pipeline schedules: pipeline.schedule", FAMILIES),
         ("float8 recipes: float8.recipe", ("tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8")),
-        ("packages, each of use alone", PACKAGES),
+        ("packages, each usable alone", PACKAGES),
     ):
         print(f"\n{title}")
         for line in _lines("", found):
@@ -41,7 +41,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
 
 def _first_comment(name: str) -> str:
-    """The sentence that a shipped configuration begins with."""
+    """The first sentence of a shipped configuration."""
     text = (resources.files("titan_train") / "configs" / f"{name}.toml").read_text(encoding="utf-8")
     first = text.partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""

@@ -1,6 +1,6 @@
 """Watch a run from its folder: in the terminal, or with --web as its report in a browser, live.
 
-Where the output is no terminal, each new step, validation and event is a line. It ends when the run does. --web serves on
+Where the output is not a terminal, each new step, validation and event is a line. It ends when the run does. --web serves on
 this machine only (127.0.0.1) and needs the extra `serve`.
 """
 

@@ -6,12 +6,9 @@ from titan_train.lazy import first_use
 
 if TYPE_CHECKING:
     from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config, KernelsConfig
+    from titan_train.config.data import DataConfig, SourceConfig
     from titan_train.config.diffusion import DiffusionConfig
     from titan_train.config.errors import ConfigError
-    from titan_train.config.inputs.data import DataConfig
-    from titan_train.config.inputs.source import SourceConfig
-    from titan_train.config.inputs.tokenizer import TokenizerConfig
-    from titan_train.config.inputs.vision import VisionConfig
     from titan_train.config.launch import LaunchConfig
     from titan_train.config.load import dump_config, list_configs, load_config, parse_config
     from titan_train.config.metrics import MetricsConfig
@@ -25,6 +22,8 @@ if TYPE_CHECKING:
         TrainConfig,
         ValidationConfig,
     )
+    from titan_train.config.tokenizer import TokenizerConfig
+    from titan_train.config.vision import VisionConfig
 
 __all__ = [
     "ActivationsConfig",

@@ -1,4 +1,4 @@
-"""Errors of a configuration: which key, which value, why not, and the nearest thing that would work."""
+"""Errors of a configuration: which key, which value, why it cannot work, and the nearest thing that would."""
 
 import math
 from collections.abc import Iterable, Sequence

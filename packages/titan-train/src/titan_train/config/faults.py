@@ -15,7 +15,7 @@
     disk-full step=30                   the first save at or after this step cannot be written
     lose rank=3 step=20 seconds=60      SIGKILL, and its place stays out of use for so long (see launch.elastic)
 
-Several are separated by ";". Each fires once in a run, whatever the number of restarts; those that are slow go on. The plan is
+Several are separated by ";". Each fires once in a run, however often it restarts; slow ones last. The plan is
 text and numbers only: `titan_train.launch.rank.inject` carries it out inside a rank.
 """
 
@@ -30,7 +30,7 @@ class Fault:
     """One entry of a plan."""
 
     number: int
-    """Position in the plan, from 0; tells two equal entries apart."""
+    """Position in the plan, from 0; distinguishes two equal entries."""
     kind: str
     rank: int
     """The rank that it affects; rank 0 if it affects the whole run."""

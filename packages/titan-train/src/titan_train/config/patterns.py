@@ -1,6 +1,6 @@
 """Regular expressions of a configuration: only those that end soon on every name.
 
-Python's engine goes back and tries again, so that `(a+)+$` takes for ever on a name of forty letters. How often it can go back
+Python's engine goes back and tries again, so that `(a+)+$` takes forever on a name of forty letters. How often it can go back
 is bounded from above before anything is matched: the numbers of choices of all parts multiply, those of alternatives add. A
 repeated character has as many choices as a name has characters, and a group is repeated only if it has one choice itself.
 """
@@ -20,7 +20,7 @@ _REPEATS = frozenset({"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"})
 
 
 def check_patterns(key: str, patterns: Iterable[str]) -> None:
-    """Refuse what is no regular expression, or one that may not end.
+    """Refuse what is not a regular expression, or one that may not end.
 
     Args:
         key: The setting, for the message.

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from titan_train.config.compute import ActivationsConfig, CompileConfig, Float8Config, KernelsConfig
+from titan_train.config.data import DataConfig
 from titan_train.config.diffusion import DiffusionConfig
-from titan_train.config.inputs.data import DataConfig
-from titan_train.config.inputs.tokenizer import TokenizerConfig
-from titan_train.config.inputs.vision import VisionConfig
 from titan_train.config.launch import LaunchConfig
 from titan_train.config.metrics import MetricsConfig, ProfileConfig
 from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
 from titan_train.config.patterns import check_patterns
+from titan_train.config.tokenizer import TokenizerConfig
+from titan_train.config.vision import VisionConfig
 from titan_train.terminal import shortened
 from titan_train.values import Count, CountOrOff, Range, check_values, nearest_divisor
 
@@ -72,7 +72,7 @@ class TrainConfig:
     found in no name is an error."""
 
     fused_loss: bool = True
-    """Compute the head and its cross-entropy in chunks of tokens, without whole logits. Models that name no loss_head compute
+    """Compute the head and its cross-entropy in chunks of tokens, without whole logits. Models without a loss_head compute
     whole logits either way; a float8 head needs false."""
 
     z_loss: Annotated[float, Range(0, below=1, note="0 disables, 1e-4 is usual")] = 0.0

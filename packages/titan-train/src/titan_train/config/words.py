@@ -167,7 +167,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def _entry_type(hint: Any) -> Any:
-    """The type of a list's entries; None for what is no list."""
+    """The type of a list's entries; None for what is not a list."""
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
 
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
-from titan_train.config.inputs.data import Verify
-from titan_train.config.inputs.source import TEXT_KINDS
+from titan_train.config.data import TEXT_KINDS, Verify
 from titan_train.data.loader.packed import PackedDataset
 from titan_train.data.loader.rows import StreamedRows
 from titan_train.data.prepared import content_key

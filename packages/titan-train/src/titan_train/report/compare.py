@@ -13,9 +13,9 @@ from titan_train.report.page import CURVES, line_of, render, settings_text
 from titan_train.report.summary import headlines, setting
 from titan_train.report.timeline import aligned
 
-MOST_RUNS = 8  # more colours cannot be told apart
+MOST_RUNS = 8  # more colours cannot be distinguished
 _NOT_SET = "–"
-# what every run has of its own
+# different in every run
 _OF_ONE_RUN = ("run.name", "run.dir")
 
 
@@ -57,7 +57,7 @@ def compare_runs(run_dirs: Sequence[str | Path], out: str | Path) -> str:
 
 
 def _names(folders: Sequence[RunFolder]) -> list[str]:
-    """Folder names, with as much of the path before them as tells them apart."""
+    """Folder names, with as much of their paths as makes them different."""
     parts = [folder.path.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(p[-depth:]) for p in parts]
@@ -75,7 +75,7 @@ def _numbers(folders: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
 
 
 def _differences(folders: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
-    """Each setting that not all runs have alike, and its value in every run."""
+    """Each setting that differs between the runs, and its value in every run."""
     flat = [settings_text(folder.config) for folder in folders]
     keys = dict.fromkeys(key for values in flat for key in values if key not in _OF_ONE_RUN)
     rows = [(key, [values.get(key, _NOT_SET) for values in flat]) for key in keys]

@@ -1,4 +1,4 @@
-"""What went wrong in a run, and what was done about it: ended attempts and the events that tell of faults."""
+"""What went wrong in a run, and what was done about it: ended attempts, and events of faults."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from titan_train.files import parse_json
 from titan_train.report.folder import RunFolder
 
 _JOURNAL = "attempts.jsonl"
-# Kinds of events that tell of a fault; a whole word of the kind is compared.
+# Kinds of events that report a fault
 _FAULTY = re.compile(
     r"nonfinite|fault|straggler|slow|imbalance|unbalanced|spike|rerun|verdict|hang|passed_over|failed|lost|retry|oom"
 )

@@ -1,4 +1,4 @@
-"""What a run's folder holds, read without complaint: any file may be missing, torn or half written."""
+"""What a run's folder holds: any file may be missing, torn or half written, and none of it is an error."""
 
 from dataclasses import dataclass
 from pathlib import Path

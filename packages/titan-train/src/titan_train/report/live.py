@@ -1,6 +1,6 @@
-"""The report of a run that goes on, on loopback: the page at ``/``, and at ``/events`` a word for the state it shows.
+"""The report of a run in progress, on loopback: the page at ``/``, and at ``/events`` a word for the state it shows.
 
-The page is made anew when a browser asks for it. A browser that shows it asks for the word every few seconds, as server-sent
+The page is made again when a browser asks for it. A browser that shows it asks for the word every few seconds, as server-sent
 events do by themselves. When it is no longer the page's own, because `metrics.jsonl`, `pipeline.json` or `run.json` has
 changed or the run was killed, the browser loads the page again and keeps its place. While the folder cannot be read, the page
 says why. Only this machine is answered (`LocalOnly`).

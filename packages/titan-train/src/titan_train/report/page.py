@@ -94,7 +94,7 @@ def build_report(run: str | Path | RunFolder, out: str | Path | None = None) -> 
 
 def report_page(folder: RunFolder, *, state: str = "") -> str:
     """The report of a run; ``state`` as in `render`."""
-    events = _told(folder.history.events)
+    events = _notable(folder.history.events)
     return render(
         "template.html",
         state=state,
@@ -134,7 +134,8 @@ def render(template: str, *, state: str = "", **values: object) -> str:
 
     Args:
         template: Its name.
-        state: Of a live page: it loads itself again when its server's ``/events`` tells of another. Empty: it asks for nothing.
+        state: Of a live page, which loads itself again when its server's ``/events`` names another state. Empty: the page asks
+            for nothing.
         values: What the template shows.
     """
     environment = jinja2.Environment(
@@ -167,18 +168,18 @@ def value_text(value: object) -> str:
     return json.dumps(value, default=str)
 
 
-def _told(events: Sequence[EventRecord]) -> list[EventRecord]:
-    """The events that something happened by, without what measures every few steps."""
+def _notable(events: Sequence[EventRecord]) -> list[EventRecord]:
+    """The events in which something happened, without the periodic measurements."""
     return [event for event in events if event.kind not in PERIODIC_EVENTS]
 
 
 def last_step(history: History) -> int:
-    """The newest step that anything was logged of; 0 if nothing was."""
+    """The newest logged step; 0 if nothing was logged."""
     return max([*history.steps[-1:], *(record.step for record in history.validations[-1:])], default=0)
 
 
 def _loss_unit(config: dict[str, Any]) -> str:
-    """What a loss is measured in: of text in nats; other tasks say no more than that it is a mean."""
+    """The unit of the loss: nats for text; for other tasks only that it is a mean."""
     model: dict[str, Any] = config.get("model", {})
     known = next((family for family in families().values() if model.get("name") in family.configs), None)
     task = model.get("task") or ("text" if known is None else known.task)
@@ -198,7 +199,7 @@ def _loss_views(folder: RunFolder) -> list[LossView]:
     for key, label in (("linear", "steps"), ("log", "log steps")):
         chart = build_chart("Loss", _loss_unit(folder.config), series, log_x=key == "log")
         if chart is not None and (key == "linear" or max(every_step) >= 20):
-            marks = _marks(_told(folder.history.events), step_scale(every_step, key == "log"))
+            marks = _marks(_notable(folder.history.events), step_scale(every_step, key == "log"))
             views.append(LossView(key, label, chart, marks))
     return views
 

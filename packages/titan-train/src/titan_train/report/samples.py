@@ -22,9 +22,9 @@ class SampleGrid:
     images: int
     captions: list[str]
     finding: str
-    """How many images show what they should; empty where nothing tells."""
+    """How many images show what they should; empty where it is unknown."""
     earlier: str
-    """The same of the steps before; empty likewise."""
+    """The same for earlier steps; empty likewise."""
     uri: str
     """The PNG file itself, as a data URI."""
 

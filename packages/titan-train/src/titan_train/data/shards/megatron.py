@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.config.inputs.data import Verify
+from titan_train.config.data import Verify
 from titan_train.files import read_bytes
 
 _MAGIC = b"MMIDIDX\x00\x00"

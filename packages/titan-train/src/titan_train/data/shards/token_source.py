@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.config.inputs.data import Verify
+from titan_train.config.data import Verify
 from titan_train.data.order.permutation import permute
 from titan_train.data.shards.format import ShardInfo, TokenShard
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from titan_train.config.inputs.data import OnError
+from titan_train.config.data import OnError
 
 BadKind = Literal[
     "invalid_utf8", "invalid_json", "missing_text", "empty", "truncated", "oversize", "bad_chat", "bad_image"

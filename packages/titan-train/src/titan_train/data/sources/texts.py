@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from titan_train.config import DataConfig, SourceConfig
-from titan_train.config.inputs.source import TEXT_KINDS
+from titan_train.config.data import TEXT_KINDS
 from titan_train.data.progress import ProgressCallback, ProgressReporter
 from titan_train.data.sources.document import CorpusFile, Document, held_out_fraction, is_held_out
 from titan_train.data.sources.documents import list_files, read_documents
