@@ -113,7 +113,8 @@ def test_two_ranks_export_the_files_of_one_process_and_refuse_together(folder: P
 def test_what_ranks_cannot_share_is_exported_by_the_first(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     run_dir = trained(folder, "llama3_debug", run="shared")  # 4 heads
-    for ranks, to in ((2, ["hf", "dcp"]), (2, ["dcp"]), (3, ["hf"])):
+    assert module._why_one_rank(None, None, ["dcp"], "bf16", gate=True) == "only --to hf is written by several ranks"  # type: ignore[arg-type]
+    for ranks, to in ((2, ["hf", "dcp"]), (3, ["hf"])):
         one, several = (tmp_path / f"{words}-{ranks}-{'-'.join(to)}" for words in ("one", "several"))
         export_run(run_dir, one, to=to, max_shard_bytes=100_000)  # type: ignore[arg-type]
         assert run_ranks(export_on_ranks, ranks, run_dir, several, to, False, timeout_s=280) == [""] * ranks
