@@ -75,8 +75,6 @@ def _diffusion_lines(seq_len: int) -> list[str]:
         if side > 0 and side * side == seq_len - text:
             return [
                 "[diffusion]",
-                'source = "shards"',
-                'path = "features"',
                 f"grid = {side}",
                 f"text_tokens = {text}",
                 "",
@@ -89,7 +87,7 @@ def _diffusion_lines(seq_len: int) -> list[str]:
 def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
     """A configuration for `titan-train`, with the data and tokenizer of the shipped llama3_1b to be replaced.
 
-    A diffusion model extends its own shipped configuration, and reads shards from the folder ``features``. ``base`` is the
+    A diffusion model extends its own shipped configuration, with its data. ``base`` is the
     configuration that the model came from, with its data.
     """
     s, diffusion = setup, is_diffusion(name) and not base

@@ -20,6 +20,9 @@ from titan_train.parallel.structure import blocks_of
 from titan_train.planner.memory.ranks import estimate_ranks
 from titan_train.planner.setup import Setup
 
+_LINEAR = 1024
+"""Tokens that are counted where what is kept grows with them."""
+
 
 class FolderBlocks:
     """Counts what the blocks of a folder's module keep; each recomputation and length once."""
@@ -36,11 +39,13 @@ class FolderBlocks:
 
     def __call__(self, setup: Setup) -> float:
         """Bytes that one block keeps of one microbatch on one rank."""
-        key = setup.recompute, setup.seq_len // setup.cp
+        tokens = setup.seq_len // setup.cp
+        counted = min(tokens, _LINEAR) if self.fused_attention else tokens  # without scores, each token keeps as much
+        key = setup.recompute, counted
         if key not in self._found:
             few, more = (self._activations(count, *key) for count in (2, 4))
             self._found[key] = (more - few) / 2
-        return self._found[key] * setup.microbatch / setup.tp
+        return self._found[key] * tokens / counted * setup.microbatch / setup.tp
 
     @property
     def fused_attention(self) -> bool:
