@@ -126,7 +126,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     x, gain, w = _leaves((2, 4, 128), (64,), (256, 128))
     for call in (titan_fp8.layer_norm_linears, lambda *a: titan_fp8.layer_norm(*a[:4])):
         with pytest.raises(
-            ValueError, match=r"gain has shape \(64,\); expected \(128,\) or, one a sample, \(2, 1, 128\)"
+            ValueError, match=r"gain has shape \(64,\); expected \(128,\) or, one per sample, \(2, 1, 128\)"
         ):
             call(x, gain, gain, EPS, [w])
     good = torch.ones(128)

@@ -98,7 +98,8 @@ def cast(x: Tensor, scaling: Scaling, *, layouts: Layouts = "both", amax: Tensor
         raise ValueError(
             f"amax is only used with one scale per tensor, but gran={scaling.gran!r} has many; leave it out."
         )
-    op = getattr(ops, _CASTS[scaling.gran][layouts == "both"])
+    rows, both = _CASTS[scaling.gran]
+    op = getattr(ops, both if layouts == "both" else rows)
     return _quantized(x, scaling, run_op(op, x.contiguous(), *_arguments(scaling, amax)))
 
 

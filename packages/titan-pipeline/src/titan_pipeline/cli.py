@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("schedule", type=Path, help="schedule file")
-    parser.add_argument("--costs", type=Path, help="costs file (JSON); equal stages of one time unit a rank without")
+    parser.add_argument("--costs", type=Path, help="costs file (JSON); equal stages of one time unit per rank without")
     parser.add_argument("--latency", type=float, default=0.0, help="time of a hop between ranks, without --costs")
 
 

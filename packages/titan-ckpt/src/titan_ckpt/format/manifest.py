@@ -42,7 +42,7 @@ class Manifest:
     saved_at: str
     """UTC, ISO 8601."""
     versions: dict[str, str]
-    """Of titan-ckpt and torch."""
+    """Installed versions of titan-ckpt and torch."""
     metrics: dict[str, float]
     """Numbers by which `Retention` finds the best step."""
     files: tuple[tuple[str, int, str], ...]

@@ -99,7 +99,7 @@ class WriteJob:
     """Only on rank 0."""
 
     def encode(self) -> bytes:
-        """As a message, without the layout."""
+        """The job as a message, without the layout."""
         value = {name: getattr(self, name) for name in ("step", "save_id", "rank", "world_size", "texts")}
         value |= {"folder": encode_path(self.folder), "lead": None if self.lead is None else asdict(self.lead)}
         return json.dumps(value, separators=(",", ":")).encode()

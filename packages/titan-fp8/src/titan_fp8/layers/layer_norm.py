@@ -126,7 +126,9 @@ def _rows(x: Tensor, vector: Tensor, name: str) -> Tensor:
     width = x.shape[-1]
     if vector.shape != (width,) and vector.shape != (*x.shape[:-2], 1, width):
         samples = ", ".join(map(str, (*x.shape[:-2], 1, width)))
-        raise ValueError(f"{name} has shape {tuple(vector.shape)}; expected ({width},) or, one a sample, ({samples}).")
+        raise ValueError(
+            f"{name} has shape {tuple(vector.shape)}; expected ({width},) or, one per sample, ({samples})."
+        )
     return vector.reshape(-1, width)
 
 

@@ -31,7 +31,7 @@ def padded_tokens(num_rows: int, num_groups: int) -> int:
 
 
 def empty_block_dual(x: Tensor, dtype: torch.dtype, dual: bool = True) -> Dual:
-    """Of a 1×128 cast; empty transposes without ``dual``."""
+    """The results of a 1×128 cast; empty transposes without ``dual``."""
     rows, columns = padded_shape(x, 128)
     rows_t, columns_t = (rows, columns) if dual else (0, 0)
     strided = x.new_empty_strided
@@ -44,7 +44,7 @@ def empty_block_dual(x: Tensor, dtype: torch.dtype, dual: bool = True) -> Dual:
 
 
 def empty_weight_block(w: Tensor, dtype: torch.dtype, dual: bool = True) -> Dual:
-    """Of a 128×128 cast; empty transposes without ``dual``."""
+    """The results of a 128×128 cast; empty transposes without ``dual``."""
     *batch, rows, columns = w.shape
     rows, columns = round_up(rows, 128), round_up(columns, 128)
     rows_t, columns_t = (rows, columns) if dual else (0, 0)
@@ -59,7 +59,7 @@ def empty_weight_block(w: Tensor, dtype: torch.dtype, dual: bool = True) -> Dual
 def empty_grouped(
     x: Tensor, offs: Tensor, dtype: torch.dtype, scaling: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of a grouped cast."""
+    """The results of a grouped cast."""
     rows, columns = x.shape[0], round_up(x.shape[1], 128)
     tokens = padded_tokens(rows, offs.shape[0])
     scale_t = x.new_empty(tokens // 128, columns, dtype=torch.float32).t()

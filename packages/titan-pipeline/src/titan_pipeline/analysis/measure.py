@@ -163,7 +163,7 @@ def fit_costs(measurements: Sequence[Measurement], base: Costs | None = None) ->
 
 
 def _transfers(schedule: Schedule, ranks: Sequence[Sequence[Slot]]) -> list[Transfer]:
-    """One a message: from the end of its producer to the start of its consumer."""
+    """One per message: from the end of its producer to the start of its consumer."""
     found: list[Transfer] = []
     starts: dict[tuple[bool, int, int], float] = {}
     for slots in ranks:

@@ -103,7 +103,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap: float =
 
     Args:
         schedule: Communication actions are ignored: results travel as soon as they exist.
-        costs: Equal stages of one time unit a rank by default.
+        costs: Equal stages of one time unit per rank by default.
         overlap: Duration of an overlapped forward-backward pair relative to running the two one after another: 1
             gains nothing; below 1 a pair marked in ``schedule.overlaps`` starts when both inputs are there and ends
             as one.

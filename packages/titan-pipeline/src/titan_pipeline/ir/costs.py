@@ -21,7 +21,7 @@ class Link:
     latency: float = 0.0
     """Time from the end of the producer to the earliest arrival, per message."""
     bandwidth: float = float("inf")
-    """Payload units a time unit. Transfers on one directed link queue for it; latency overlaps."""
+    """Payload units per time unit. Transfers on one directed link queue for it; latency overlaps."""
 
     def __post_init__(self) -> None:
         if self.latency < 0 or not self.bandwidth > 0:

@@ -34,7 +34,7 @@ class DeferredWork:
     """
 
     shares: tuple[float, ...]
-    """By stage, from 0 to 1."""
+    """The deferred share of each stage, from 0 to 1."""
     planned_bubble: float
     """Makespan bubble if everything waits."""
     expected_bubble: float

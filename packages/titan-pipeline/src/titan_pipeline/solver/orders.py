@@ -55,7 +55,7 @@ class Problem:
         halve that.
 
         Args:
-            orders: One a rank.
+            orders: One per rank.
             patience: Per rank, how much of a weight gradient may stick out of the gap it is put into (0: none).
             record: Also return the programs.
         """

@@ -63,7 +63,7 @@ class ModelSplit:
     layers: tuple[str, ...]
     """First layer of each stage but the first."""
     shares: tuple[float, ...]
-    """Of each stage in the FLOPs of the example."""
+    """The share of each stage in the FLOPs of the example."""
     tied: tuple[TiedWeight, ...]
     """Parameters that several stages use."""
 
