@@ -10,7 +10,7 @@ nothing in the models changes state in forward.
 | full | every block |
 | every | each k-th block |
 | pattern | the modules that the patterns name |
-| selective | all but matrix products (each k-th is), attention, communication and routing |
+| selective | all but matrix products (each k-th is), attention, routing, exchanges and reductions: gathers are repeated |
 | budget | what torch.compile picks to stay within a share of the activations' memory |
 
 Selective follows "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198); the budget is
@@ -37,7 +37,8 @@ from titan_train.parallel.activations.offload import offload_activations
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
 _FLOAT8_MATMULS = ("scaled_mm", "grouped_scaled_mm")
-# Costly, or communicating, or deciding: recomputing them would cost more than keeping their results.
+# Costly, or communicating, or deciding: recomputing them would cost more than keeping their results. Gathers are not kept: their
+# results are whole on every rank, as large as all other results of a half of a block together.
 _KEPT = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
