@@ -8,6 +8,23 @@ import import_graph
 import pytest
 import titan_testing
 
+# Ratchets: what a reader must open, and how deep. These numbers may only fall.
+STEP_MODULES = 60  # of titan-train, that importing its training step executes
+LONGEST_CHAIN = 24  # imports of titan-train, each of the next
+SMALLEST = 40  # lines of a module that is worth a file of its own
+SMALLER = {  # each stands alone for a reason, or waits to be folded in
+    "titan_cp.methods.compiling",
+    "titan_cp.models.flex",
+    "titan_fsdp.loaded",
+    "titan_fsdp.wrapping.borders",
+    "titan_mesh.nearest",
+    "titan_train.cli.plan_calibrate",
+    "titan_train.host_memory",
+    "titan_train.launch.node.preload",
+    "titan_train.models.common.args",
+    "titan_train.optional",
+}
+
 by_package = pytest.mark.parametrize("package", import_graph.packages(), ids=lambda p: p.name)
 
 
@@ -55,3 +72,26 @@ def test_a_name_that_a_package_imports_on_first_use_is_not_a_module_of_it_too():
     for package in import_graph.packages():
         named = import_graph.modules(package)
         assert [name for name in import_graph.first_uses(named) if name in named] == []
+
+
+def test_the_training_step_imports_few_modules():
+    (train,) = (package for package in import_graph.packages() if package.name == "titan_train")
+    loaded = import_graph.import_closure(train, "titan_train.train.step")
+    assert len(loaded) <= STEP_MODULES, sorted(loaded)
+
+
+def test_no_chain_of_imports_grows_longer():
+    (train,) = (package for package in import_graph.packages() if package.name == "titan_train")
+    chain = import_graph.longest_chain(import_graph.import_graph(train))
+    assert len(chain) <= LONGEST_CHAIN, " > ".join(chain)
+
+
+def test_no_module_is_a_shred():
+    small: set[str] = set()
+    for package in import_graph.packages():
+        for name, file in import_graph.modules(package).items():
+            exempt = file.name in ("__init__.py", "__main__.py", "tp.py")
+            if not exempt and len(file.read_text(encoding="utf-8").splitlines()) < SMALLEST:
+                small.add(name)
+    assert small - SMALLER == set(), f"fold them into what uses them, or let them hold a concept of {SMALLEST} lines"
+    assert SMALLER - small == set(), "these are gone or grown: take them off the list"

@@ -26,7 +26,7 @@ from titan_train.parallel.check import check_model
 from titan_train.parallel.compiled import compile_blocks
 from titan_train.parallel.data_parallel import apply_data_parallel
 from titan_train.parallel.expert.apply import apply_expert_parallel
-from titan_train.parallel.float8 import convert_to_float8, share_scales
+from titan_train.parallel.float8 import DEFERRING_RULES, convert_to_float8, share_scales
 from titan_train.parallel.gradients import Gradients
 from titan_train.parallel.head_loss import LossHead, fuse_head_loss, locate_vocabulary
 from titan_train.parallel.layout.batch import plan_batch, tokens_at_once
@@ -34,7 +34,7 @@ from titan_train.parallel.layout.degrees import Mode
 from titan_train.parallel.model import ParallelModel, Report
 from titan_train.parallel.param_shard import ParamShard, init_of_shards
 from titan_train.parallel.pipeline import Pipeline, make_transport
-from titan_train.parallel.stages import take_parts
+from titan_train.parallel.stages import take_parts, tied_over_stages
 from titan_train.parallel.structure import blocks_of, freeze
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.float8_linears import gathers_float8
@@ -46,7 +46,7 @@ from titan_train.parallel.tensor.micro_pipeline import (
     overlaps_by_compiler,
 )
 from titan_train.parallel.tensor.styles import merge_tables, table_for
-from titan_train.parallel.tied import TiedCopies, meaning_all_copies, parameter_names, tied_copies, tied_to_first
+from titan_train.parallel.tied import meaning_all_copies, parameter_names, tied_to_first
 from titan_train.task import ContextCut, Task, load_task
 
 
@@ -103,14 +103,15 @@ def build_parallel_model(
         loss = whole_loss(loss, run.cuts, table, run.tp, z_loss=config.train.z_loss)
     fused_loss = any(isinstance(module, LossHead) for part in parts for module in part.modules())
     pipeline = None
-    copies: list[TiedCopies] = []
+    copies: dict[str, int] = {}
     if schedule is not None and mesh is not None:
+        tied = tied_over_stages(config, whole, schedule)
+        copies = {name: len(w.names) for w in tied for held in w.names.values() for name in names[held]}
         pipeline = Pipeline(
-            schedule, parts, make_transport(schedule, mesh, device, config.launch.timeout_s), loss=loss,
-            keywords=task.keywords, fused_loss=fused_loss, config=config.pipeline,
+            schedule, parts, make_transport(schedule, mesh, device, config.launch.timeout_s), loss=loss, tied=tied,
+            keywords=task.keywords, fused_loss=fused_loss, config=config.pipeline, rules=DEFERRING_RULES,
             gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
         )  # fmt: skip
-        copies = tied_copies(config, whole, mesh, schedule)
     return ParallelModel(
         parts=parts,
         cuts=run.cuts,
@@ -120,7 +121,7 @@ def build_parallel_model(
         loss=loss,
         fused_loss=fused_loss,
         observed=observed,
-        gradients=Gradients(parts, run.cuts, tied=copies, world_size=layout.num_ranks, pp=layout.spec.pp),
+        gradients=Gradients(parts, run.cuts, copies=copies, world_size=layout.num_ranks, pp=layout.spec.pp),
         context=context,
         pipeline=pipeline,
         report=report,

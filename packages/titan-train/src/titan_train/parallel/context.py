@@ -16,12 +16,15 @@ from typing import Any
 import titan_cp
 import torch
 import torch.distributed as dist
-from titan_mesh import Mesh
+from titan_mesh import Layout, Mesh
 from torch import Tensor, nn
 
-from titan_train.config import ContextConfig
+from titan_train.config import Config, ContextConfig
 from titan_train.data import Batch
-from titan_train.models import CausalAttention, SequenceContext
+from titan_train.models import CausalAttention, SequenceContext, accepted_inputs
+from titan_train.models.common.moe.balance import moe_layers
+from titan_train.models.traits import traits_of
+from titan_train.parallel.layout.batch import BatchPlan
 
 EMPTY: Mapping[int, titan_cp.AttentionPlan] = {}
 _WINDOWED_LAYOUTS = ("contiguous", "zigzag")
@@ -105,7 +108,7 @@ class Heads:
 
 
 class ContextParallelism:
-    """ParamShards batches over the ranks that share a sequence, and replaces a model's attention."""
+    """Cuts batches over the ranks that share a sequence, and replaces a model's attention."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class ContextParallelism:
         dtype: torch.dtype,
         windows: Sequence[int] = (),
     ) -> None:
-        """Prepare. Collective over the ranks that share a sequence, whose groups connect here.
+        """Connect the ranks that share a sequence. Collective over them.
 
         Args:
             config: Method and layout.
@@ -274,6 +277,42 @@ def plan_rows(
             ulysses_degree=plan.ulysses_degree, layout="zigzag",
         )  # fmt: skip
     return plan
+
+
+def check_context_parallel(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module) -> None:
+    """Refuse lengths and heads that do not fit, and a model that would not notice that its rows are cut.
+
+    Args:
+        config: The run's configuration.
+        layout: The degrees.
+        batch: How a step is cut.
+        model: A whole model of text.
+
+    Raises:
+        ValueError: Names what does not fit, and what would.
+    """
+    cp, seq_len = layout.spec.cp, config.model.seq_len
+    if cp == 1:
+        return
+    needed = {"positions", "attention_plan"} | ({"cu_seqlens"} if config.data.document_mask else set())
+    missing = sorted(needed - accepted_inputs(model))
+    if missing:
+        raise ValueError(
+            f"parallel.cp={config.parallel.cp}: {type(model).__name__}.forward does not take {', '.join(missing)}. Each rank "
+            "computes on part of a row, so the model must use the positions it is given and pass attention_plan to "
+            "titan_train.models.CausalAttention. Accept these arguments, or set parallel.cp=1."
+        )
+    plan_rows(
+        config.context, cp, 0, Heads.of(model, layout.spec.tp), seq_len=seq_len, dtype=torch.float32,
+        windowed=any(window < seq_len for window in traits_of(model).windows),
+    )  # fmt: skip
+    mixed_rows = config.data.document_mask and batch.microbatch > 1
+    if mixed_rows and any(layer.args.balance_loss or layer.args.z_loss for _, layer in moe_layers(model)):
+        raise ValueError(
+            f"parallel.cp={cp}, data.document_mask and train.microbatch={batch.microbatch} with a balance loss or "
+            "z-loss: context parallelism joins the rows of a micro-batch, and both losses are means over one row. Set "
+            "train.microbatch=1."
+        )
 
 
 def joined_documents(cu_seqlens: Tensor, seq_len: int) -> list[int]:

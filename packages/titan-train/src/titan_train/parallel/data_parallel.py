@@ -4,6 +4,7 @@ It comes last, because it shards what the other kinds of parallelism left of eac
 titan-fsdp's; here a configuration becomes its policy.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import titan_fp8
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.traits import traits_of
-from titan_train.parallel.layout.degrees import Mode
+from titan_train.parallel.layout.degrees import Mode, resolve_mode, wrapped_over
 
 
 def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = (), whole: Sequence[str] = ()) -> fsdp.Policy:
@@ -94,3 +95,22 @@ def apply_data_parallel(
     wrapped = plan.apply(part)
     fsdp.materialize(wrapped, device, init, seed=config.run.seed, skip=skip)
     return wrapped, plan
+
+
+def check_wrapping(config: Config, layout: Layout, model: nn.Module) -> None:
+    """Refuse patterns for titan-fsdp that name nothing of the whole model, as its stages cannot tell, and lossy repetition.
+
+    Raises:
+        ValueError: Names the key.
+    """
+    parallel = config.parallel
+    if parallel.keep_fp32 or parallel.reshard_overrides:
+        mode = resolve_mode(parallel, layout, dtype=config.train.dtype)
+        if mode != "none":
+            fsdp.plan(model, wrapped_over(layout, mode), dataclasses.replace(fsdp_policy(config, mode), pp=False))
+    if config.train.rerun_above and parallel.compress == "powersgd":
+        raise ValueError(
+            f"train.rerun_above={config.train.rerun_above} and parallel.compress='powersgd': what compression did not send is "
+            "added to the next gradient, so a step that is computed again differs on sound hardware. Set train.rerun_above=0, or "
+            "parallel.compress='bf16'."
+        )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_train.config import Float8Config
+from titan_train.config import Config, Float8Config
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.shared_input import GatedInput, GeluInput, ModulatedNorm, SharedInput
@@ -280,6 +280,21 @@ def convert_to_float8(
     if fuse_norms:
         _cast_in_norms(model)
     return report
+
+
+def check_float8(config: Config, model: nn.Module) -> None:
+    """Refuse what `convert_to_float8` would refuse on a rank, and patterns that protect nothing.
+
+    Raises:
+        ValueError: Names the key.
+    """
+    recipe = config.float8.recipe
+    check_skip(model, config.float8)
+    if recipe != "none" and config.float8.all_gather == "on" and not titan_fp8.Recipe.get(recipe).fsdp_all_gather:
+        raise ValueError(
+            f"float8.all_gather='on' and float8.recipe={recipe!r}: a scale of this recipe spans the shards of several "
+            "ranks. Use recipe 'blockwise' or 'tensorwise', or all_gather='auto'."
+        )
 
 
 def check_skip(model: nn.Module, config: Float8Config) -> None:

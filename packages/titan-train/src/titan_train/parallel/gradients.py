@@ -1,8 +1,7 @@
 """Gradients of a step, once the last backward is done: finish partial sums, then the norm over all ranks.
 
 Tensor parallelism leaves some gradients as partial sums (norms under sequence parallelism, replicas of key-value
-heads), and a pipeline leaves two halves of a tied embedding's on two stages. They are added here, all of one group in
-one collective, once in an optimizer step.
+heads). They are added here, all of one group in one collective, once in an optimizer step.
 """
 
 import itertools
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from titan_train.models import named_parameters
 from titan_train.parallel.param_shard import ParamShard
-from titan_train.parallel.tied import TiedCopies
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -31,7 +29,8 @@ class Gradients:
     """The model, or this rank's pipeline stages."""
     cuts: Mapping[str, ParamShard] = field(default_factory=dict[str, ParamShard])
     """What tensor and expert parallelism cut."""
-    tied: Sequence[TiedCopies] = ()
+    copies: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of a tied weight, by any of its names: how many pipeline stages hold it."""
     world_size: int = 1
     """Ranks of the run."""
     pp: int = 1
@@ -55,17 +54,6 @@ class Gradients:
                 partial.setdefault(id(cut.partial_over), (cut.partial_over, []))[1].append(parameter)
         for group, parameters in partial.values():
             _all_reduce(parameters, group)
-        for tied in self.tied:
-            copies = [self._named[name] for name in tied.names if name in self._named]
-            if not copies:
-                continue
-            first, *others = copies
-            for other in others:
-                _local_gradient(first).add_(_local_gradient(other))
-            if tied.group is not None:
-                _all_reduce([first], tied.group)
-            for other in others:
-                _local_gradient(other).copy_(_local_gradient(first))
 
     @torch.no_grad()
     def square_norm(self) -> Tensor:
@@ -118,8 +106,7 @@ class Gradients:
         """How many ranks hold the same elements of this parameter."""
         cut = self.cuts.get(name)
         different = self.pp * _shards(parameter) * (1 if cut is None else cut.pieces)
-        copies = next((tied.copies for tied in self.tied if name in tied.names), 1)
-        return self.world_size // different * copies
+        return self.world_size // different * self.copies.get(name, 1)
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:

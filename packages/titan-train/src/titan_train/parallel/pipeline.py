@@ -5,15 +5,24 @@ the executor's inputs. Every pipeline rank reads the same batch, so positions an
 travel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from titan_fsdp import clean_fqn
 from titan_mesh import Mesh
 from titan_pipeline import Action, Kind, Schedule
-from titan_pipeline.runtime import DeviceClock, DeviceTransport, Executor, GlooTransport, TorchStage, Transport
+from titan_pipeline.runtime import (
+    DeviceClock,
+    DeviceTransport,
+    Executor,
+    GlooTransport,
+    TiedWeight,
+    TorchStage,
+    Transport,
+)
 from torch import Tensor, nn
 
 from titan_train.config import PipelineConfig
@@ -21,7 +30,6 @@ from titan_train.models import accepted_inputs
 from titan_train.models.common.loss import TokenLoss
 from titan_train.observe.timing import StepTimer
 from titan_train.observe.timing.collectives import CollectiveMeter
-from titan_train.parallel.float8 import DEFERRING_RULES
 from titan_train.task import TaskBatch
 
 
@@ -62,10 +70,12 @@ class Pipeline:
         transport: Transport,
         *,
         loss: TokenLoss,
+        tied: Sequence[TiedWeight],
         keywords: Sequence[str],
         fused_loss: bool,
         config: PipelineConfig,
         gather_each_microbatch: bool,
+        rules: Mapping[type[nn.Module], Callable[..., Any]],
     ) -> None:
         """Join the executor.
 
@@ -74,10 +84,12 @@ class Pipeline:
             parts: This rank's stages, in the order of ``schedule.stages_of(rank)``.
             transport: See `make_transport`.
             loss: From logits and labels to the sum over labels; used by the last stage.
+            tied: By the clean names of the parameters; at the end of a step every copy has the sum of all gradients.
             keywords: What the stages may take by name.
             fused_loss: The last stage's module is given the labels and returns that sum itself.
             config: Of the pipeline.
             gather_each_microbatch: Free FSDP's gathered parameters after every pass, not only after the step.
+            rules: How modules take part in schedules that split backward; see `titan_pipeline.runtime.TorchStage`.
         """
         last = schedule.num_stages - 1
 
@@ -94,17 +106,25 @@ class Pipeline:
                     *(["labels"] if fused_loss and index == last else []),
                 ),
                 gather="microbatch" if gather_each_microbatch else "step",
-                rules=DEFERRING_RULES,
+                rules=rules,
             )
             for index, part in zip(schedule.stages_of(transport.rank), parts, strict=True)
         ]
         self._keywords = keywords
+        wrapped = {  # each stage's parameters, by clean name, as its wrapper names them
+            stage.index: {clean_fqn(name): name for name, _ in stage.module.named_parameters(remove_duplicate=False)}
+            for stage in stages
+        }
         parameter = next((p for part in parts for p in part.parameters()), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         self.executor = Executor(
             schedule,
             stages,
             transport,
+            tied=[
+                TiedWeight({stage: wrapped.get(stage, {}).get(name, name) for stage, name in weight.names.items()})
+                for weight in tied
+            ],
             deterministic=config.deterministic,
             clock=None if device.type == "cpu" else DeviceClock(device),
         )

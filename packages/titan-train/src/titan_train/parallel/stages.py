@@ -12,13 +12,18 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
 
-from titan_mesh import Mesh
+from titan_fsdp import named_parameters
+from titan_mesh import Layout, Mesh
 from titan_pipeline import Schedule, balanced_cut
+from titan_pipeline.runtime import TiedWeight
 from torch import nn
 
 from titan_train.config import Config, PipelineConfig
 from titan_train.models import flops_per_token
 from titan_train.models.traits import traits_of
+from titan_train.parallel.layout.batch import BatchPlan
+from titan_train.parallel.layout.run import plan_pipeline
+from titan_train.parallel.tied import parameter_names
 
 
 def plan_layers(
@@ -126,3 +131,37 @@ def take_parts(config: Config, whole: nn.Module, schedule: Schedule | None, mesh
         take_stage(whole, layers[stage], first=stage == 0, last=stage == last)
         for stage in schedule.stages_of(mesh.rank_in("pp"))
     ]
+
+
+def tied_over_stages(config: Config, whole: nn.Module, schedule: Schedule) -> list[TiedWeight]:
+    """The trained parameters that several pipeline stages hold a copy of, by the clean name in each of these stages."""
+    last = schedule.num_stages - 1
+    held = [
+        parameter_names(take_stage(whole, layers, first=stage == 0, last=stage == last))
+        for stage, layers in enumerate(stage_layers(config, whole, schedule))
+    ]
+    trained = {name for name, parameter in named_parameters(whole, duplicates=True) if parameter.requires_grad}
+    found: list[TiedWeight] = []
+    for names in dict.fromkeys(parameter_names(whole).values()):
+        stages = {stage: name for stage, here in enumerate(held) for name in reversed(names) if name in here}
+        if len(stages) > 1 and names[0] in trained:
+            found.append(TiedWeight(stages))
+    return found
+
+
+def check_stages(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module) -> None:
+    """Refuse a pipeline that cannot be cut, or with a stage that trains nothing: no gradient would pass through it.
+
+    Raises:
+        ValueError: As `stage_layers` and `plan_pipeline`; or names the stage.
+    """
+    schedule = plan_pipeline(config, layout, batch)
+    if schedule is None:
+        return
+    blocks = layers_of(model)
+    for number, layers in enumerate(stage_layers(config, model, schedule)):
+        if not any(p.requires_grad for layer in layers for p in blocks[layer].parameters()):
+            raise ValueError(
+                f"train.freeze={list(config.train.freeze)} leaves nothing to train in the layers {layers.start} to "
+                f"{layers.stop - 1} of pipeline stage {number}. Train part of them, move pipeline.cuts, or set parallel.pp=1."
+            )

@@ -4,24 +4,18 @@ A tied weight is one thing: one value of each optimizer table, one state of the 
 share of the gradient's norm, one dtype. In one process that follows by itself, as there is one parameter. Two stages of a
 pipeline hold a copy each, and each knows one name only. So what a tied weight is called is asked of the whole model, here, and
 everybody else takes it from here: the optimizer's groups, checkpoints (under the first name), initial weights, the
-sum of the copies' gradients, and patterns of modules in the configuration.
+pipeline, which sums the copies' gradients, and patterns of modules in the configuration.
 """
 
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import cast
 
 import titan_fp8
-import torch.distributed as dist
 from titan_fsdp import named_parameters
-from titan_mesh import Mesh
-from titan_pipeline import Schedule
 from torch import nn
 
 from titan_train.config import Config
-from titan_train.parallel.stages import stage_layers, take_stage
 
 ParameterNames = Mapping[str, tuple[str, ...]]
 """Each name of a whole model's parameters, to all names of that parameter, the first in front. A tied weight has several."""
@@ -72,48 +66,3 @@ def _and_owners(name: str) -> list[str]:
     """A parameter's name, and those of the modules around it, innermost first."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-
-
-@dataclass(frozen=True, slots=True)
-class TiedCopies:
-    """One parameter that several pipeline stages hold, each a copy of its own, equal on all."""
-
-    names: tuple[str, ...]
-    """Its names; this rank may hold some, all or none of them."""
-    copies: int
-    """How many stages hold one."""
-    group: dist.ProcessGroup | None
-    """The ranks that hold the copies; None if all of them are on one rank, or none is here."""
-
-
-def tied_copies(config: Config, whole: nn.Module, mesh: Mesh, schedule: Schedule) -> list[TiedCopies]:
-    """The parameters of which several pipeline stages hold a copy. Collective over all ranks."""
-    tied = [names for names in dict.fromkeys(parameter_names(whole).values()) if len(names) > 1]
-    if not tied:
-        return []
-    last = schedule.num_stages - 1
-    held = [
-        parameter_names(take_stage(whole, layers, first=stage == 0, last=stage == last)).keys()
-        for stage, layers in enumerate(stage_layers(config, whole, schedule))
-    ]
-    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    found: list[TiedCopies] = []
-    for names in tied:
-        stages = [stage for stage, here in enumerate(held) if not here.isdisjoint(names)]
-        ranks = tuple(sorted({schedule.placement[stage] for stage in stages}))
-        if len(ranks) > 1 and ranks not in groups:
-            groups[ranks] = _group_of(ranks, mesh)
-        if len(stages) > 1:
-            found.append(TiedCopies(names, len(stages), groups.get(ranks)))
-    return found
-
-
-def _group_of(pp_ranks: Sequence[int], mesh: Mesh) -> dist.ProcessGroup | None:
-    """The group of these ranks of this rank's pipeline, if it is one of them. Collective over all ranks."""
-    mine: dist.ProcessGroup | None = None
-    for pipeline in mesh.layout.groups("pp"):
-        members = [pipeline[rank] for rank in pp_ranks]
-        group = cast(dist.ProcessGroup, dist.new_group(members, timeout=mesh.timeout))
-        if mesh.global_rank in members:
-            mine = group
-    return mine

@@ -173,7 +173,8 @@ class DeviceTransport(GlooTransport):
         return failure
 
     def _send_tensors(self, target: int, payload: Payload) -> None:
-        tensors = [on_wire(t.detach().contiguous()) for t in payload if t is not None]
+        # `to` moves what is kept in host memory: gradients of tied weights under FSDP's offload
+        tensors = [on_wire(t.detach().to(self._device).contiguous()) for t in payload if t is not None]
         if tensors:
             works = self._exchange(dist.isend, (self.rank, target), tensors)
             if self._tells:

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan_train.config import ActivationsConfig
+from titan_train.config import ActivationsConfig, Config
 from titan_train.parallel.activations.offload import offload_activations
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
@@ -260,6 +260,25 @@ def _unchanged(value: Any) -> Any:
             "place afterwards, so backward would read the wrong values. Use checkpoint='full', or change a copy in the model."
         )
     return value.tensor
+
+
+def check_activations(config: Config, model: nn.Module) -> None:
+    """Refuse what compilation does not allow, and patterns that match nothing.
+
+    Raises:
+        ValueError: Names the keys.
+    """
+    check_patterns(model, config.activations)
+    if config.activations.offload and config.compile.enabled:
+        raise ValueError(
+            "activations.offload=true and compile.enabled=true: a compiled block decides what it saves, and cannot be told "
+            "to move it. Set activations.offload=false, or compile.enabled=false."
+        )
+    if config.activations.checkpoint == "budget" and not config.compile.enabled:
+        raise ValueError(
+            "activations.checkpoint='budget' is decided by torch.compile, which is disabled. Set compile.enabled=true, or "
+            "use 'selective'."
+        )
 
 
 def check_patterns(model: nn.Module, config: ActivationsConfig) -> None:

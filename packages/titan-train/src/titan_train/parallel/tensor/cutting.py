@@ -41,7 +41,7 @@ def cut_parameters(model: nn.Module, plan: TensorPlan, group: dist.ProcessGroup)
 
 @dataclass
 class _Cutter:
-    """ParamShards one module after the other, and remembers what it has cut."""
+    """Cuts one module after the other, and remembers what it has cut."""
 
     group: dist.ProcessGroup
     _done: dict[int, tuple[nn.Parameter, nn.Parameter, ParamShard]] = field(default_factory=dict)

@@ -60,6 +60,16 @@ def gathers_same_bits(recipe: titan_fp8.Recipe) -> bool:
     return can_gather_float8(recipe) and recipe.x.gran != "tensor"
 
 
+def check_gather(config: Config) -> None:
+    """Refuse to gather in float8 with a recipe that cannot."""
+    recipe = config.float8.recipe
+    if recipe != "none" and config.float8.tp_gather == "on" and not can_gather_float8(titan_fp8.Recipe.get(recipe)):
+        raise ValueError(
+            f"float8.tp_gather='on' and float8.recipe={recipe!r}: scales of this recipe span the tokens of all ranks in the "
+            "weight gradient. Use recipe 'blockwise' or 'tensorwise', or tp_gather='auto'."
+        )
+
+
 def gathers_float8(config: Config, *, split_backward: bool) -> bool:
     """Whether sequence parallelism gathers in float8: as configured; by itself where nothing is lost."""
     if config.model.lora_rank:  # an adapter reads what its base reads, before the cast
