@@ -146,6 +146,8 @@ def in_sandbox(page, sandbox, tmp_path):
 def test_every_command_is_run_as_typed_or_parsed(page, sandbox, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(in_sandbox(page, sandbox, tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(sandbox / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # --code adds to it
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
     for words in commands_of(page):
         kind = kind_of(words, page, sandbox)
         if str(page.relative_to(ROOT)) in RUN_BY or kind == "foreign":
