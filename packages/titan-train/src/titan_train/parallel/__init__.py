@@ -1,7 +1,7 @@
 """Parallelism and memory: each kind transforms a plain model in place, on the meta device, before its weights exist.
 
 - ``layout/``: which ranks there are and what each computes, before any rank starts. No torch.
-- `apply`: all of it, in the one order that works. Start reading here. `model`: what comes out. `describe`: said in the log.
+- `apply`: all of it, in the one order that works. Start reading here. `model`: its result. `describe`: lines for the log.
 - `check`: what a model cannot do under a layout.
 - ``tensor/``, ``expert/``: tensor and sequence parallelism; expert parallelism.
 - `context`: each rank computes on its share of every sequence.

@@ -28,7 +28,7 @@ from titan_train.parallel.layout.batch import BatchPlan
 
 EMPTY: Mapping[int, titan_cp.AttentionPlan] = {}
 _WINDOWED_LAYOUTS = ("contiguous", "zigzag")
-"""Layouts that put tokens in the same places whatever the window."""
+"""Layouts that put tokens in the same places for any window."""
 
 
 class RowsPlan:

@@ -73,7 +73,7 @@ def look_up_own_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def norm_over_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make an RMSNorm of which each rank has some channels take its mean square over all of them."""
+    """Make an RMSNorm whose channels are cut over the ranks take its mean square over all of them."""
     epsilon = next(float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name))
 
     def forward(x: Tensor) -> Tensor:

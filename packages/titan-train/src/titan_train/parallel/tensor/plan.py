@@ -229,7 +229,7 @@ def _cut_dim(style: Style | None) -> int | None:
 def _partial_parameters(
     model: nn.Module, table: StyleTable, styles: dict[str, Style], regions: list[str], sequence_parallel: bool
 ) -> Iterator[str]:
-    """Whole parameters of which each rank sees some of the tokens, or some of the heads."""
+    """Whole parameters whose gradients come from part of the tokens, or of the heads, on each rank."""
     forgotten: list[str] = []
     for name, _ in named_parameters(model):
         style = style_of(name, table) or _owner_style(name, styles)
