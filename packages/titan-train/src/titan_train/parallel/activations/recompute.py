@@ -37,8 +37,8 @@ from titan_train.parallel.activations.offload import offload_activations
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
 _FLOAT8_MATMULS = ("scaled_mm", "grouped_scaled_mm")
-# Costly, or communicating, or deciding: recomputing them would cost more than keeping their results. Gathers are not kept: their
-# results are whole on every rank, as large as all other results of a half of a block together.
+# Costly, or communicating, or deciding: recomputing them would cost more than keeping their results. Gathers are not kept:
+# their results are whole on every rank.
 _KEPT = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
