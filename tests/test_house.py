@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import re
 from pathlib import Path
 
 import import_graph
@@ -92,3 +93,15 @@ def test_no_module_is_a_shred():
                 small.add(name)
     assert small - SMALLER == set(), f"fold them into what uses them, or let them hold a concept of {SMALLEST} lines"
     assert SMALLER - small == set(), "these are gone or grown: take them off the list"
+
+
+def test_the_road_of_one_step_is_at_most_twenty_two_files_and_every_file_on_the_map_exists():
+    page = (import_graph.ROOT / "docs/concepts/architecture.md").read_text(encoding="utf-8")
+    packages = (
+        import_graph.ROOT / f"packages/{name}/src/{name.replace('-', '_')}" for name in ("titan-train", "titan-ckpt")
+    )
+    rooms = [import_graph.ROOT, *packages]
+    files = re.findall(r"`([\w/-]+\.py)`", page)
+    assert [file for file in files if not any((room / file).is_file() for room in rooms)] == []
+    step = page.partition("## The road of one step")[2].partition("## The road of one shard")[0]
+    assert 20 <= len(re.findall(r"^\|.*\.py` \|", step, flags=re.M)) <= 22
