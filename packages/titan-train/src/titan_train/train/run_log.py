@@ -4,6 +4,7 @@ Rank 0 has the trackers and the display; the other ranks have Python's log only.
 """
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -51,8 +52,8 @@ class RunLog(Observer):
         for tracker in self._trackers:
             tracker.log_event(kind, step=step, **fields)
 
-    def message(self, text: str) -> None:
-        log.info(text)
+    def message(self, text: str, *, level: int = logging.INFO) -> None:
+        log.log(level, text)
         if self._progress is not None:
             self._progress.message(text)
 
@@ -128,16 +129,16 @@ class RunLog(Observer):
             self.message(cause.text)
 
 
-def describe_task(config: Config, task: Task, part: nn.Module, *, samples: bool) -> list[str]:
-    """Lines for the log: what the task cannot do with a model; ``samples`` if validations would let it sample."""
-    lines: list[str] = []
+def describe_task(config: Config, task: Task, part: nn.Module, *, samples: bool) -> Iterator[tuple[int, str]]:
+    """What the task cannot do with a model, each with its level; ``samples`` if validations would let it sample."""
     masked = config.data.document_mask and "cu_seqlens" in task.keywords
     if masked and "cu_seqlens" not in accepted_inputs(part):
-        lines.append(
+        text = (
             "data.document_mask is on, but the model's forward takes no cu_seqlens: tokens attend across documents. Accept "
             "cu_seqlens, or set data.document_mask=false."
         )
+        yield logging.WARNING, text
     reason = task.why_no_samples(config, part)
     if reason is not None and samples:
-        lines.append(f"validations write no samples: {reason}. `titan-train generate` takes a checkpoint of the run.")
-    return lines
+        text = f"validations write no samples: {reason}. `titan-train generate` takes a checkpoint of the run."
+        yield logging.INFO, text

@@ -163,8 +163,10 @@ class Trainer(TrainingLoop):
             self.event("checkpoint_restored")
             self.message(f"resumed from step {self.step}")
         self.message(explain_mode(config.parallel, plan.layout, plan.mode, dtype=config.train.dtype))
-        task_lines = describe_task(config, self.task, self.model.parts[0], samples=self._inputs.validation is not None)
-        for line in [*task_lines, *describe_options(config, self.model)]:
+        samples = self._inputs.validation is not None
+        for level, line in describe_task(config, self.task, self.model.parts[0], samples=samples):
+            self.log.message(line, level=level)
+        for line in describe_options(config, self.model):
             self.message(line)
 
     def _make_loader(self, dataset: BatchSource, *, steps: int | None = None) -> DataLoader:

@@ -32,7 +32,6 @@ from titan_train.run_folder import TAKEN_OVER
 
 KEPT = "--kept"
 """Before the configuration: this process is a supervisor that an actor keeps. Its value is ``first`` or ``again``."""
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MOST_CRASHES = 10
 _LOOK_S = 0.3
 _UNCOLLECTED_S = 60.0  # how long a finished run's actor waits for a command to show its end
@@ -221,7 +220,8 @@ class _Window:
     def show(self) -> int:
         """Show what is printed, pass signals on, until the supervisor has ended. Returns its exit code."""
         heard = time.monotonic()
-        with signal_handlers(dict.fromkeys(_PASSED_ON, lambda number, _: self._signals.append(number))):
+        passed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is unknown to Windows
+        with signal_handlers(dict.fromkeys(passed_on, lambda number, _: self._signals.append(number))):
             while True:
                 while self._signals:
                     self._driver.signal.remote(self._signals.pop(0))
