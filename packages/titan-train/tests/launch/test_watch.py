@@ -1,4 +1,5 @@
 import threading
+from types import SimpleNamespace
 
 import torch
 from titan_train.config import LaunchConfig
@@ -70,11 +71,12 @@ def test_a_shape_that_is_compiled_in_mid_run_does_not_look_like_a_hang(tmp_path,
     def run(step_of):
         limits.clear()
         monitor = RankMonitor(Heartbeat(file), launch, 0, tmp_path, threading.Event())
+        monitor.on_start(SimpleNamespace(timer=SimpleNamespace(delays=None), model=SimpleNamespace(parts=[])))
         for step in (1, 2, 3):
-            monitor.before_step(step, [])
+            monitor.on_batch(step, [])
             step_of(step)
-            monitor.step_made(step)
-        with monitor.phase("save", 3):
+            monitor.on_step(SimpleNamespace(step=step))
+        with monitor.phase("checkpoint", 3):
             pass
         return limits
 

@@ -10,12 +10,11 @@ own, and names what holds its repeated blocks in ``pipeline_layers``, as models 
 import copy
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from titan_fsdp import named_parameters
 from titan_mesh import Layout, Mesh
 from titan_pipeline import Schedule, balanced_cut
-from titan_pipeline.runtime import TiedWeight
 from torch import nn
 
 from titan_train.config import Config, PipelineConfig
@@ -24,6 +23,9 @@ from titan_train.models.traits import traits_of
 from titan_train.parallel.layout.batch import BatchPlan
 from titan_train.parallel.layout.run import plan_pipeline
 from titan_train.parallel.tied import parameter_names
+
+if TYPE_CHECKING:
+    from titan_pipeline.runtime import TiedWeight
 
 
 def plan_layers(
@@ -133,8 +135,10 @@ def take_parts(config: Config, whole: nn.Module, schedule: Schedule | None, mesh
     ]
 
 
-def tied_over_stages(config: Config, whole: nn.Module, schedule: Schedule) -> list[TiedWeight]:
+def tied_over_stages(config: Config, whole: nn.Module, schedule: Schedule) -> "list[TiedWeight]":
     """The trained parameters that several pipeline stages hold a copy of, by the clean name in each of these stages."""
+    from titan_pipeline.runtime import TiedWeight  # imports what shards, which a check does not need
+
     last = schedule.num_stages - 1
     held = [
         parameter_names(take_stage(whole, layers, first=stage == 0, last=stage == last))
