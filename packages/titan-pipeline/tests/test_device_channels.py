@@ -127,6 +127,7 @@ def test_what_has_left_a_device_is_freed_and_what_has_not_is_kept(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(DeviceTransport, "_post", lambda self, tensor, target: None)
     transport = object.__new__(DeviceTransport)
+    transport._device = torch.device("cpu")
     transport.rank, transport._channels, transport._tells = 0, {(0, 1): None}, True
     transport._sent, transport._leaving, transport._left, transport._layouts = (), deque(), Counter(), {}
     alive = []

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from titan_mesh import Layout, MeshSpec, build
 from titan_pipeline.runtime.transport import device as transport
 from titan_train.parallel.context import _usp_groups
-from titan_train.parallel.tied import _group_of
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,7 +26,6 @@ def test_a_rank_of_2048_starts_without_a_barrier_and_names_groups_as_the_others_
                 _usp_groups(mesh, 2)
                 channels = transport._make_channels(layout.groups("pp"), pairs, "fake", timedelta(seconds=77))
                 assert len(channels) == (2 if layout.coord(rank, "pp")["pp"] in (0, 15) else 4)
-                _group_of((0, 15), mesh)
                 seconds.append(time.perf_counter() - began)
                 names.add(distributed_c10d._world.group_count)
         finally:

@@ -10,7 +10,7 @@ import torch
 from recorded_graph import Captures
 from tiny_run import tiny_run, write_text
 from titan_train.config import parse_config
-from titan_train.data.loader.batch import _boundaries
+from titan_train.data.loader.batch import row_boundaries
 from titan_train.data.loader.source import TensorBatch
 from titan_train.models import build_model
 from titan_train.parallel.check import check_model
@@ -122,7 +122,7 @@ def graphs_of(model, capture, waits=False):
 
 
 def boundaries(starts):
-    return torch.from_numpy(_boundaries(starts, 64))
+    return torch.from_numpy(row_boundaries(starts, 64))
 
 
 def batch(rows=2, target=None):
