@@ -284,7 +284,6 @@ def planning() -> Iterator[Case]:
         'title = 3\ncompute = "x"',
     ):
         yield ["check", "llama3_8b", "--devices", "8", "--hardware", "h.toml"], {"h.toml": content}
-    yield ["check", "debug", "--rehearse"], {}
     yield ["check", "debug", "--rehearse", "--devices", "0"], {}
     yield ["check", "debug", "--rehearse", "--devices", "7", "--parallel.tp", "2"], {}
 
@@ -305,7 +304,7 @@ def outputs() -> Iterator[Case]:
 def shown_data() -> Iterator[Case]:
     """`data show`."""
     for extra in (
-        [], ["zap"], ["show"], ["show", "c.toml", "--samples", "0"], ["show", "c.toml", "--samples", "1001"],
+        ["zap"], ["show"], ["show", "c.toml", "--samples", "0"], ["show", "c.toml", "--samples", "1001"],
         ["show", "c.toml", "--first", "-1"], ["show", "c.toml", "--first", "9" * 30], ["show", "c.toml", "--zzz", "1"],
         ["show", "missing.toml"], ["show", "no_such_config"], ["show", "c.toml", "stray"],
         ["show", "c.toml", "--model.seq-len", "100000000"], ["show", "c.toml", "--data.sources.0.paths", "missing.txt"],
@@ -410,7 +409,7 @@ def exported_folders() -> Iterator[Case]:
 def comparisons() -> Iterator[Case]:
     """`report` of several runs."""
     for extra in (
-        [], ["RUN"], ["RUN", "RUN"], ["RUN", "."], ["RUN", "text.txt"], ["RUN", "text.txt/below"], ["RUN", "a\0b"],
+        [], ["RUN", "RUN"], ["RUN", "."], ["RUN", "text.txt"], ["RUN", "text.txt/below"], ["RUN", "a\0b"],
         ["RUN"] * 9, ["RUN", "RUN2", "--out", "folder"], ["RUN", "RUN2", "--out", "text.txt/below"], ["RUN", "./RUN"],
         ["RUN", "RUN2", "--out", "x" * 300], ["RUN", "RUN2", "--zzz"], ["RUN", "x" * 5000],
     ):  # fmt: skip
