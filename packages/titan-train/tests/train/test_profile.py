@@ -43,6 +43,14 @@ def run_dir(tmp_path_factory):
     return folder / "runs" / "traced"
 
 
+def assert_stages_follow_each_other(events):
+    """On one clock, what a stage receives was sent before. A block begins with its wait, so their ends are compared."""
+    ends = {(event["pid"], event["name"]): event["ts"] + event["dur"] for event in reversed(events) if "dur" in event}
+    for microbatch in range(4):
+        assert ends[0, f"pp stage 0 F mb{microbatch}"] < ends[1, f"pp stage 1 F mb{microbatch}"]
+        assert ends[1, f"pp stage 1 B mb{microbatch}"] < ends[0, f"pp stage 0 B mb{microbatch}"]
+
+
 def test_a_trace_names_what_ran_in_the_words_of_the_field(run_dir):
     for rank in range(2):
         with gzip.open(trace_file(run_dir, rank), "rt") as file:
@@ -67,11 +75,8 @@ def test_the_command_puts_the_ranks_on_one_clock_and_tells_communication_per_axi
     assert hidden >= 0
     with gzip.open(tmp_path / "all.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
-    starts = {(event["pid"], event["name"]): event["ts"] for event in reversed(events) if "ts" in event}
-    assert min(starts.values()) == 0
-    # the first stage hands its output to the second: on one clock, it comes first
-    assert starts[0, "pp stage 0 F mb0"] < starts[1, "pp stage 1 B mb0"]
-    assert starts[1, "pp stage 1 F mb0"] < starts[0, "pp stage 0 B mb0"]
+    assert min(event["ts"] for event in events if "ts" in event) == 0
+    assert_stages_follow_each_other(events)
 
 
 def test_a_rank_whose_clock_is_ahead_is_moved_back(run_dir, tmp_path):
@@ -107,9 +112,7 @@ def test_a_clock_that_no_exchange_told_of_is_found_by_matching_collectives(run_d
             json.dump(trace, file)
     read_traces(copy, tmp_path / "all.json.gz")
     events = json.loads(gzip.decompress((tmp_path / "all.json.gz").read_bytes()))["traceEvents"]
-    starts = {(event["pid"], event["name"]): event["ts"] for event in reversed(events) if "ts" in event}
-    assert starts[0, "pp stage 0 F mb0"] < starts[1, "pp stage 1 B mb0"]
-    assert starts[1, "pp stage 1 F mb0"] < starts[0, "pp stage 0 B mb0"]
+    assert_stages_follow_each_other(events)
 
 
 def test_clocks_are_moved_only_where_collectives_of_their_axis_prove_them_wrong():
