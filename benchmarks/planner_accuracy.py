@@ -4,45 +4,66 @@ Method: the shipped tables are scored in three parts, each with the few constant
 
 1. ``published_throughput.csv`` (torchtitan): four constants on four rows.
 2. SimuMax's rows of ``measured_rows.csv``: six constants on six rows.
-3. Megatron-Bridge, NeMo, Automodel, MaxText, Wan: one factor per (stack, precision, machine) on at most two rows, by
-   leave-layout-out: the rows of the layout that is predicted are removed before the factors are fitted.
+3. Megatron-Bridge, NeMo, Automodel, MaxText, Wan: one factor for dense and one for routed models, fitted three times
+   without what is predicted: without its model, without its release, without its stack. The same with the rows as their
+   pages print them, without the settings that were looked up in recipes.
 
 Output: a line for each row, a summary, and one JSON object as the last line. ``--rows FILE.csv`` scores another table of
 the same columns with the shipped constants: nothing of it is fitted.
 
-Limits: the third part's spread (the variances of `software.py`) and the cost model's form were chosen with these rows in
-view; only rows from elsewhere are a blind test.
+Limits: the deviations of `software.py`, the prior's weight and the cost model's form were chosen with these rows in view;
+only rows from elsewhere are a blind test.
 
 Example: ``python benchmarks/planner_accuracy.py --out benchmarks/results/planner_accuracy_202611``
 """
 
 import argparse
+import csv
 import json
 import math
 import platform
 import statistics
+from importlib import resources
 from pathlib import Path
 
 from titan_train.planner.calibrate.defaults import (
+    SIMUMAX_CONSTANTS,
+    SIMUMAX_FIT_ROWS,
     TORCH_FIT_ROWS,
     constants_for,
     fit_torch,
+    simumax_set,
     software_model,
     torch_set,
     without_factor,
 )
-from titan_train.planner.calibrate.fit import fit_constants, predicted
-from titan_train.planner.calibrate.rows import MeasuredRow, load_rows
-from titan_train.planner.calibrate.software import key_of, leave_layout_out
-from titan_train.planner.cost.constants import prior
+from titan_train.planner.calibrate.fit import predicted
+from titan_train.planner.calibrate.rows import MeasuredRow, load_rows, parse_row
+from titan_train.planner.calibrate.software import LEFT_OUT, leave_out
 from titan_train.planner.memory.peak import memory_peak
 
-SIMUMAX_CONSTANTS = ("matmul", "attention", "local", "expert_scale", "exchange", "pointwise")
-SIMUMAX_FIT_ROWS = (98, 100, 101, 102, 105, 108)
+RECIPE_COLUMNS = (
+    "graphs",
+    "ep_overlap",
+    "mtp",
+    "bf16_blocks",
+    "recipe",
+    "activation_checkpointing",
+    "dispatcher",
+    "offload",
+)
 Z80 = 1.2816
 
 
-def score(name: str, rows: list[MeasuredRow], speeds: list[float], fitted: set[int], spreads: list[float]) -> dict:
+def score(
+    name: str,
+    rows: list[MeasuredRow],
+    speeds: list[float],
+    fitted: set[int],
+    spreads: list[float],
+    *,
+    quiet: bool = False,
+) -> dict:
     """Print each row and return the summary of a part."""
     print(f"\n{name}")
     errors, memory = [], []
@@ -55,6 +76,8 @@ def score(name: str, rows: list[MeasuredRow], speeds: list[float], fitted: set[i
             peak = f"memory {memory[-1]:+7.1%}"
         inside = abs(math.log1p(error)) <= Z80 * spread
         mark = "fit" if row.number in fitted else "   "
+        if quiet:
+            continue
         print(
             f"{row.number:4} {mark} {row.shape.name:18} {row.machine.name:10} {row.setup.describe()[:62]:62} "
             f"{row.release:8} {speed:9.0f} / {row.tokens_per_s:9.1f} {error:+7.1%} {'in ' if inside else 'OUT'} {peak}"
@@ -99,64 +122,41 @@ def torch_part() -> dict:
 def simumax_part() -> dict:
     """SimuMax's depth-cut rows, collectives not overlapped."""
     rows = [row for row in load_rows("measured_rows.csv") if row.collection == "simumax"]
-    chosen = [row for row in rows if row.number in SIMUMAX_FIT_ROWS]
-    constants = fit_constants(chosen, SIMUMAX_CONSTANTS, prior("te"), pull=0.02)
-    print({name: round(getattr(constants, name), 4) for name in SIMUMAX_CONSTANTS})
-    speeds = [predicted(row, constants) for row in rows]
+    print({name: round(getattr(simumax_set(), name), 4) for name in SIMUMAX_CONSTANTS})
+    speeds = [predicted(row, simumax_set()) for row in rows]
     return score("SimuMax: 6 constants on 6 rows", rows, speeds, set(SIMUMAX_FIT_ROWS), [0.05] * len(rows))
 
 
-def stacks_part() -> dict:
-    """Leave-layout-out over the other rows."""
-    rows = [row for row in load_rows("measured_rows.csv") if row.collection != "simumax"]
-    predictions = leave_layout_out(rows, without_factor)
-    speeds, spreads = [p[0] for p in predictions], [p[1] for p in predictions]
-    out = score("other stacks: 1 factor per set on <= 2 rows, leave-layout-out", rows, speeds, set(), spreads)
-    for name, routed in (("dense", False), ("routed", True)):
-        errors = [abs(s / r.tokens_per_s - 1) for s, r in zip(speeds, rows, strict=True) if r.shape.moe is routed]
-        out[name] = {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
-    return out | {"pairs": order_pairs(rows, speeds), "floors": floors(rows)}
+def stacks_part(rows: list[MeasuredRow], title: str) -> dict:
+    """Two factors that saw no row of the same model, of the same release, of the same stack."""
+    out: dict = {"factors": {"routed" if k else "dense": v for k, v in software_model().speed.items()}}
+    for name, key in LEFT_OUT.items():
+        predictions = leave_out(rows, without_factor, key)
+        speeds, spreads = [p[0] for p in predictions], [p[1] for p in predictions]
+        out[name] = score(f"{title}, without its {name}", rows, speeds, set(), spreads, quiet=name != "model")
+        for kind, routed in (("dense", False), ("routed", True)):
+            found = [
+                (s / r.tokens_per_s - 1, w)
+                for s, w, r in zip(speeds, spreads, rows, strict=True)
+                if r.shape.moe is routed
+            ]
+            inside = [abs(math.log1p(e)) <= Z80 * w for e, w in found]
+            errors = [abs(e) for e, _ in found]
+            out[name][kind] = {
+                "rows": len(errors),
+                "median": statistics.median(errors),
+                "worst": max(errors),
+                "interval_80_covers": statistics.mean(inside),
+            }
+    return out
 
 
-def floors(rows: list[MeasuredRow]) -> dict:
-    """The least possible worst error, with every row in view, for a prediction that tells rows apart by some keys only.
-
-    One number x for speeds from a to b is wrong by (b - a) / (b + a) at least, at x = 2ab / (a + b).
-    """
-    estimates = {row.number: without_factor(row) for row in rows}
-
-    def ratio(row: MeasuredRow) -> float:
-        return row.tokens_per_s / estimates[row.number]
-
-    readings = {
-        "any function of layout and batch": (lambda r: (r.layout, r.setup), lambda r: r.tokens_per_s),
-        "any function of layout, batch and release": (
-            lambda r: (r.layout, r.setup, r.release),
-            lambda r: r.tokens_per_s,
-        ),
-        "this form, the best factor per set": (lambda r: r.set_key, ratio),
-        "this form, the best factor per set, dense or routed": (lambda r: (r.set_key, r.shape.moe), ratio),
-        "the same and release": (lambda r: (r.set_key, r.shape.moe, r.release), ratio),
-    }
-    out = {}
-    for name, (key, value) in readings.items():
-        groups: dict = {}
-        for row in rows:
-            groups.setdefault(key(row), []).append(row)
-        found = []
-        for members in groups.values():
-            low, high = min(members, key=value), max(members, key=value)
-            found.append(((value(high) - value(low)) / (value(high) + value(low)), low.number, high.number))
-        worst = max(found)
-        out[name] = {
-            "worst_at_least": worst[0],
-            "rows": worst[1:],
-            "groups_over_25_percent": sum(f[0] > 0.25 for f in found),
-        }
-        print(f"  floor, {name}: {worst[0]:.1%} (rows {worst[1]} and {worst[2]})")
-    alone = [r.number for r in rows if all(o.layout == r.layout for o in rows if o.set_key == r.set_key)]
-    print(f"  rows whose set has no other layout: {len(alone)}")
-    return out | {"rows_alone_in_their_set": alone}
+def as_printed(number: int, record: dict[str, str]) -> MeasuredRow | None:
+    """The row as its page prints it: what was looked up in the publishers' recipes is left out again."""
+    looked_up = RECIPE_COLUMNS if record["recipe"] else ()
+    if "Megatron-Bridge docs" not in record["source"]:  # the other pages print their dispatcher
+        looked_up = tuple(name for name in looked_up if name != "dispatcher")
+    return parse_row({name: "" if name in looked_up else value for name, value in record.items()}, number)
 
 
 def differs_in_one_axis(a: MeasuredRow, b: MeasuredRow) -> bool:
@@ -185,16 +185,12 @@ def differs_in_one_axis(a: MeasuredRow, b: MeasuredRow) -> bool:
     return len(changed) == 1 and a.tokens_per_s != b.tokens_per_s
 
 
-def order_pairs(rows: list[MeasuredRow], speeds: list[float]) -> dict:
+def order_pairs(rows: list[MeasuredRow]) -> dict:
     """Of two layouts that differ in one axis: how often is the faster one named?"""
-    by_number = {row.number: speed for row, speed in zip(rows, speeds, strict=True)}
     simumax = [row for row in load_rows("measured_rows.csv") if row.collection == "simumax"]
-    constants = fit_constants(
-        [row for row in simumax if row.number in SIMUMAX_FIT_ROWS], SIMUMAX_CONSTANTS, prior("te"), pull=0.02
-    )
-    by_number |= {row.number: predicted(row, constants) for row in simumax}
     # both layouts of a pair are predicted with the same factor: only the form decides
-    form = {row.number: without_factor(row) for row in rows} | {r.number: by_number[r.number] for r in simumax}
+    form = {row.number: without_factor(row) for row in rows}
+    form |= {row.number: predicted(row, simumax_set()) for row in simumax}
     every = [*rows, *simumax]
     pairs = [(a, b) for i, a in enumerate(every) for b in every[i + 1 :] if differs_in_one_axis(a, b)]
     right = sum((form[a.number] > form[b.number]) == (a.tokens_per_s > b.tokens_per_s) for a, b in pairs)
@@ -215,20 +211,16 @@ def other_rows(path: str) -> dict:
     """Another table with the shipped constants."""
     rows = load_rows(path)
     speeds, spreads = [], []
-    simumax = [row for row in load_rows("measured_rows.csv") if row.number in SIMUMAX_FIT_ROWS]
     for row in rows:
         if row.collection == "simumax":
-            constants = fit_constants(simumax, SIMUMAX_CONSTANTS, prior("te"), pull=0.02)
-            speeds.append(predicted(row, constants))
-            spreads.append(0.05)
+            found = predicted(row, simumax_set()), 0.05
         elif row.collection == "torchtitan":
-            constants = constants_for(row.machine, row.setup, routed=row.shape.moe, model=row.shape.name)
-            speeds.append(predicted(row, constants))
-            spreads.append(constants.spread)
+            constants = constants_for(row.machine, row.setup, routed=row.shape.moe)
+            found = predicted(row, constants), constants.spread
         else:
-            factor, spread = software_model().factor(key_of(row))
-            speeds.append(without_factor(row) * factor)
-            spreads.append(spread)
+            found = software_model().predict(row, without_factor)
+        speeds.append(found[0])
+        spreads.append(found[1])
     return {"rows": score(path, rows, speeds, set(), spreads)}
 
 
@@ -241,7 +233,18 @@ def main() -> None:
     if arguments.rows:
         result = other_rows(arguments.rows)
     else:
-        result = {"torchtitan": torch_part(), "simumax": simumax_part(), "stacks": stacks_part()}
+        rows = [row for row in load_rows("measured_rows.csv") if row.collection != "simumax"]
+        text = resources.files("titan_train.planner.data").joinpath("measured_rows.csv").read_text()
+        printed = [as_printed(number, record) for number, record in enumerate(csv.DictReader(text.splitlines()))]
+        result = {
+            "torchtitan": torch_part(),
+            "simumax": simumax_part(),
+            "stacks": stacks_part(rows, "other stacks, settings of the recipes"),
+            "stacks_as_printed": stacks_part(
+                [row for row in printed if row is not None and row.collection != "simumax"], "other stacks, as printed"
+            ),
+            "pairs": order_pairs(rows),
+        }
     result["python"] = platform.python_version()
     if arguments.out:
         Path(arguments.out + ".json").write_text(json.dumps(result, indent=1) + "\n")

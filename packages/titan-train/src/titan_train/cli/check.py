@@ -107,9 +107,7 @@ def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int
 
         shape = of_folder(shape, config.model.name, config.model.args)
     constants = (
-        load_constants(arguments.constants)
-        if arguments.constants
-        else constants_for(machine, setup, routed=shape.moe, model=shape.name)
+        load_constants(arguments.constants) if arguments.constants else constants_for(machine, setup, routed=shape.moe)
     )
     found = estimate(shape, machine, setup, constants)
     print(estimate_text(found))

@@ -63,8 +63,6 @@ class Setup:
     """Share of the optimizer state that the host keeps and updates; with fsdp parameters and gradients go along."""
     attention_share: float = 1.0
     """Packed documents: sum of squared lengths over the square of the sequence length."""
-    fused_attention: bool = True
-    """Whether attention keeps its scores on the chip, or writes and reads them."""
     imbalance: float = 1.0
     """Largest over mean number of tokens that the ranks' experts receive."""
     grad_bytes: int = 4

@@ -74,7 +74,7 @@ def predicted_beside_measured(folder: RunFolder) -> Prediction | None:
             return None
         shape, setup = described_run(folder.path, _ranks(folder))
         file = _own(folder.path, "constants.toml")
-        constants = load_constants(file) if file else constants_for(machine, setup, routed=shape.moe, model=shape.name)
+        constants = load_constants(file) if file else constants_for(machine, setup, routed=shape.moe)
         found = estimate(shape, machine, setup, constants)
     except (ValueError, OSError):  # a model of one's own, a layout or a file that the planner cannot read
         return None

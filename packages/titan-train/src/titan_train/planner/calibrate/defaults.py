@@ -1,8 +1,7 @@
 """The constants that `estimate` and `plan` use: fitted to the published tables, with the rows they were fitted on.
 
 - torch stacks (eager, compile): four rows of torchtitan's table;
-- TransformerEngine stacks: two rows per (stack, precision, machine) of Megatron-Bridge's and NeMo's pages;
-- everything else keeps its prior, and says so.
+- other stacks: their priors, and one factor for dense and one for routed models over all published rows.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from functools import cache
 
 from titan_train.planner.calibrate.fit import fit_constants
 from titan_train.planner.calibrate.rows import MeasuredRow, load_rows
-from titan_train.planner.calibrate.software import SoftwareKey, SoftwareModel, choose_rows
+from titan_train.planner.calibrate.software import SoftwareModel
 from titan_train.planner.cost.constants import Constants, prior
 from titan_train.planner.estimate import estimate
 from titan_train.planner.hardware.machine import Machine
@@ -19,6 +18,8 @@ from titan_train.planner.setup import Setup
 TORCH_FIT_ROWS = (0, 1, 2, 4)
 """Rows of published_throughput.csv: 8B over 8 GPUs in bf16, float8 and at 32k tokens; 128 GPUs without compile."""
 TORCH_CONSTANTS = ("matmul", "matmul8", "attention", "pointwise")
+SIMUMAX_FIT_ROWS = (98, 100, 101, 102, 105, 108)
+SIMUMAX_CONSTANTS = ("matmul", "attention", "local", "expert_scale", "exchange", "pointwise")
 _DENSE_SPREAD = 0.09
 _ROUTED_SPREAD = 0.25
 
@@ -55,6 +56,13 @@ def torch_set() -> TorchSet:
     return fit_torch([row for row in load_rows("published_throughput.csv") if row.number in TORCH_FIT_ROWS])
 
 
+@cache
+def simumax_set() -> Constants:
+    """Six constants on six of SimuMax's rows, whose collectives do not overlap."""
+    rows = [row for row in load_rows("measured_rows.csv") if row.number in SIMUMAX_FIT_ROWS]
+    return fit_constants(rows, SIMUMAX_CONSTANTS, prior("te"), pull=0.02)
+
+
 def without_factor(row: MeasuredRow) -> float:
     """Tokens per second of a row by its stack's prior."""
     return estimate(row.shape, row.machine, row.setup, prior(row.setup.stack)).tokens_per_s
@@ -62,29 +70,22 @@ def without_factor(row: MeasuredRow) -> float:
 
 @cache
 def software_model() -> SoftwareModel:
-    """The shipped factors of other stacks."""
+    """The shipped factors of the other stacks."""
     rows = [row for row in load_rows("measured_rows.csv") if row.collection != "simumax"]
-    return SoftwareModel.fit(choose_rows(rows), without_factor)
+    return SoftwareModel.fit(rows, without_factor)
 
 
-def constants_for(machine: Machine, setup: Setup, *, routed: bool, model: str = "") -> Constants:
-    """Constants for a run on a machine, with the spread of their error.
-
-    ``model`` names a routed model, whose own published rows count for it on the TransformerEngine stacks.
-    """
+def constants_for(machine: Machine, setup: Setup, *, routed: bool) -> Constants:
+    """Constants for a run on a machine, with the spread of their error."""
     if setup.stack in ("eager", "compile"):
-        found = torch_set().of(setup)
         known = machine.name in ("h100_500w", "h100", "h200")
         spread = _ROUTED_SPREAD if routed else _DENSE_SPREAD if known else 0.16
-        return replace(found, spread=spread)
-    stack = "maxtext" if setup.stack == "xla" else "bridge"
-    fitted = software_model()
-    key = SoftwareKey(stack, setup.precision, machine.name, routed, model, fitted.newest)
-    speed, spread = fitted.factor(key)
-    base = prior(setup.stack)
+        return replace(torch_set().of(setup), spread=spread)
+    speed, spread = software_model().factor(machine.name, routed=routed)
+    kind = "routed" if routed else "dense"
     return replace(
-        base,
+        prior(setup.stack),
         software=1 / speed,
         spread=spread,
-        source=f"{setup.stack} prior x {1 / speed:.2f}, fitted on two rows a set",
+        source=f"{setup.stack} prior x {1 / speed:.2f}, one factor for all {kind} models",
     )

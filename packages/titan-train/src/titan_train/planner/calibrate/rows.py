@@ -13,14 +13,8 @@ from titan_train.planner.memory.peak import memory_peak
 from titan_train.planner.setup import Dispatcher, Setup, Stack
 from titan_train.planner.shapes import find_shape
 
-_ROUTED_GRAPHS = "26.04"
-"""First Megatron-Bridge container whose routed blocks run inside CUDA graphs; before it their launches bound small batches."""
-
-_FULL_GRAPHS = "26.06"
-"""First container whose MXFP8 recipes for routed models capture the whole step."""
-
-_FURTHER_TOKENS = {"deepseek_v3": 1, "deepseek_v4_flash": 1, "nemotron3_super": 2, "nemotron3_ultra": 2}
-"""Further tokens that Megatron-Bridge's recipes predict."""
+_GRAPHS: dict[str, Stack] = {"routing": "te_graphs", "attention": "te_graphs", "full": "te_full"}
+"""How much of a routed block is launched as CUDA graphs; where nothing is stated, the routing."""
 
 TABLES = ("published_throughput.csv", "measured_rows.csv")
 
@@ -42,6 +36,8 @@ class MeasuredRow:
     """Per device; derived from published model FLOP/s where the source gives no tokens."""
     memory_gib: float | None
     step_s: float | None
+    alternatives: tuple[Setup, ...] = ()
+    """What the setup can be where the source leaves settings out; empty where it states all."""
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -60,11 +56,6 @@ class MeasuredRow:
             s.sharding,
             s.task,
         )
-
-    @property
-    def set_key(self) -> tuple[str, str, str]:
-        """What one efficiency set is fitted for: collection with stack, precision, machine."""
-        return (f"{self.collection}/{self.setup.stack}", self.setup.precision, self.machine.name)
 
 
 def load_rows(path: str | None = None) -> list[MeasuredRow]:
@@ -99,9 +90,7 @@ def parse_row(r: dict[str, str], number: int = 0) -> MeasuredRow | None:
     if r.get("layers"):
         shape = shape.cut(int(float(r["layers"])))
     convention = r.get("flops_convention") or ""
-    if r.get("mtp") or collection == "bridge":
-        # counted by the page's FLOPs per token
-        shape = replace(shape, mtp=int(r.get("mtp") or _FURTHER_TOKENS.get(shape.name, 0)))
+    shape = replace(shape, mtp=int(r.get("mtp") or 0))
     setup = _setup(r, collection)
     if setup.global_batch < setup.dp:
         raise ValueError(
@@ -130,7 +119,17 @@ def parse_row(r: dict[str, str], number: int = 0) -> MeasuredRow | None:
         measured,
         float(r["peak_mem_gib"]) if r["peak_mem_gib"] else None,
         float(r["step_time_s"]) if r.get("step_time_s") else None,
+        _alternatives(r, setup),
     )
+
+
+def _alternatives(r: dict[str, str], setup: Setup) -> tuple[Setup, ...]:
+    """A routed block inside CUDA graphs or not, a fused dispatcher or a plain one, where the source does not say."""
+    if setup.ep == 1 or not setup.te:
+        return ()
+    stacks = (setup.stack,) if r.get("graphs") or r["compile"] != "TE+graphs" else ("te", "te_graphs")
+    dispatchers = (setup.dispatcher,) if r.get("dispatcher") else ("alltoall", "hybridep")
+    return tuple(replace(setup, stack=stack, dispatcher=sent) for stack in stacks for sent in dispatchers)
 
 
 def least_recompute(shape: ModelShape, machine: Machine, setup: Setup) -> Setup:
@@ -195,7 +194,7 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
     kind = r.get("dp_kind") or "fsdp"
     stack = _stack(r["compile"], collection, r.get("task") or "")
     if stack == "te_graphs" and number("ep") > 1:
-        stack = _routed_stack(r.get("graphs") or "", r.get("container") or "", precision)
+        stack = _GRAPHS.get(r.get("graphs") or "routing", "te")
     dispatcher = _dispatcher(r, collection)
     return Setup(
         seq_len=number("seq_len"),
@@ -213,13 +212,12 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
         recompute_modules=modules,
         recompute_share=share,
         early_stop=collection == "automodel",  # torchtitan turns it off
-        fused_attention=not _scores_written(r),
         precision=precision,  # type: ignore[arg-type]
         sharding="zero1" if kind == "zero1" else "fsdp",
         stack=stack,
         async_tp=r["async_tp"] == "1",
         dispatcher=dispatcher,
-        ep_overlap=_ep_overlap(r, collection, stack, dispatcher),
+        ep_overlap=_ep_overlap(r),
         cp_method="ulysses" if "Ulysses" in (r.get("note") or "") else "ring",
         loss="fused"
         if megatron
@@ -236,47 +234,17 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
     )
 
 
-def _routed_stack(graphs: str, release: str, precision: str) -> Stack:
-    """How much of a routed block is launched as CUDA graphs: as the row's recipe says, else what its release's recipes do."""
-    if graphs:
-        return {"routing": "te_graphs", "attention": "te_graphs", "full": "te_full"}.get(graphs, "te")  # type: ignore[return-value]
-    if "" < release < _ROUTED_GRAPHS:
-        return "te"
-    return "te_full" if release >= _FULL_GRAPHS and precision == "mxfp8" else "te_graphs"
-
-
-def _scores_written(r: dict[str, str]) -> bool:
-    """GPT-OSS on Blackwell, releases 26.04 to 26.06.01: the page of 26.06.01 names a regression of cuDNN's attention.
-
-    What it costs, 10 to 12 ms a block, is what writing and reading the scores takes, on all rows of these releases.
-    """
-    blackwell = r["gpu"].upper().startswith(("B", "GB"))
-    return r["model"].startswith("gpt-oss") and blackwell and "26.04" <= (r.get("container") or "") < "26.08"
-
-
 def _dispatcher(r: dict[str, str], collection: str) -> Dispatcher:
-    """As stated; where Megatron-Bridge's pages leave it out, what its recipes of that release choose."""
+    """As stated; TransformerEngine's recipes choose a fused one where their page leaves it out."""
     text = (r.get("dispatcher") or "").lower()
     if "deepep" in text:
         return "deepep"
-    if text or collection != "bridge":
-        return "hybridep" if "hybrid" in text else "alltoall"
-    release = r.get("container") or ""
-    if release < _ROUTED_GRAPHS and not r["gpu"].upper().startswith("GB"):
-        return "deepep" if r["model"].startswith("deepseek") else "alltoall"
-    late = "26.04.01" <= release < _FULL_GRAPHS
-    return "alltoall" if late and r["model"].startswith("gpt-oss") else "hybridep"
+    return "hybridep" if "hybrid" in text or (not text and collection == "bridge") else "alltoall"
 
 
-def _ep_overlap(r: dict[str, str], collection: str, stack: Stack, dispatcher: Dispatcher) -> bool:
-    """As stated; else what Megatron-Bridge's recipes choose: where stages are interleaved, and with whole-step graphs."""
+def _ep_overlap(r: dict[str, str]) -> bool:
     text = (r.get("dispatcher") or "").lower()
-    if r.get("ep_overlap"):
-        return r["ep_overlap"] == "1"
-    if "ep overlap" in text or collection != "bridge":
-        return "ep overlap" in text and "no ep overlap" not in text
-    vp, ep = float(r.get("vp") or 1), float(r.get("ep") or 1)
-    return stack == "te_full" or (vp > 1 and ep > 1 and dispatcher != "hybridep")
+    return r.get("ep_overlap") == "1" or ("ep overlap" in text and "no ep overlap" not in text)
 
 
 def _recompute(text: str) -> tuple[Any, tuple[str, ...], float]:

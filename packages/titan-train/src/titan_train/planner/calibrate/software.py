@@ -1,137 +1,84 @@
-"""How fast a software stack runs a layout: one factor per (stack, precision, machine), with its uncertainty.
+"""How fast a software stack runs what the cost model describes: one factor for dense models, one for routed ones.
 
-The same layout runs 26 % faster half a year later from software alone, so every stack has a factor, measured over
-estimated speed, fitted on at most two rows per (stack, precision, machine). A set with few rows leans on the sets that
-resemble it: the logarithms of the factors are jointly normal, with a variance for what all dense (or all routed) models
-share, for a stack, for a set, and for a single layout (`_SPREAD`). Routed models have two more, because their kernels are
-younger: one for a model within a stack, and a random walk over the stack's releases, so that releases a month apart share
-more than releases a year apart. The prediction for a new layout is the conditional mean; its standard deviation gives the
-interval. A release of its own variance does not help: one is faster for some models and slower for others.
-
-The marginal likelihood of the shipped rows is flat around these variances.
+The same layout runs 26 % faster half a year later from software alone, and a page that prints a layout prints few of the
+settings behind it. So nothing is fitted for a stack, a release, a precision, a machine or a model: such sets fit the rows
+that they saw and nothing else. A factor is the mean logarithm of measured over estimated speed, pulled to 1 by a prior that
+weighs as much as `_PRIOR_ROWS` rows. Its error has a standard deviation for each kind, which grows where the machine has no
+row, and where a setting is not known: the estimate is then the mean over what it can be.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+import statistics
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 
 from titan_train.planner.calibrate.rows import MeasuredRow
 
-_SPREAD = {"kind": 0.25, "stack": 0.20, "set": 0.05, "model": 0.15, "year": 0.15, "dense": 0.09, "routed": 0.18}
-_CALIBRATED = 0.7
-"""Standard deviation that covers as often as it says, over the one of the variances above."""
-_ROWS_PER_SET = 2
-_FIRST_RELEASE = 24.0
-"""Year at which the walk over releases starts."""
+_PRIOR_ROWS = 20.0
+"""Rows that the prior weighs: a factor of 1, with a deviation of 0.03."""
+_SPREAD = {False: 0.11, True: 0.17}
+"""Standard deviation of the logarithm of measured over estimated: dense, routed."""
+_NEW_MACHINE = 0.10
+"""The same for a machine without a row."""
+
+Estimate = Callable[[MeasuredRow], float]
 
 
-@dataclass(frozen=True, slots=True)
-class SoftwareKey:
-    """What a factor depends on."""
-
-    stack: str
-    precision: str
-    machine: str
-    routed: bool
-    model: str = ""
-    """Name of a model whose own rows count; empty for none."""
-    release: str = ""
-    """Year and month, such as "26.04.01"; empty takes none of the releases' differences."""
-
-    @property
-    def years(self) -> float:
-        """Years from the first release to this one; 0 where it is not known."""
-        parts = self.release.split(".")
-        if len(parts) < 2 or not all(part.isdigit() for part in parts):
-            return 0.0
-        point = 0.5 if len(parts) > 2 else 0.0  # a release between two months
-        return max(0.0, int(parts[0]) - _FIRST_RELEASE + (int(parts[1]) + point) / 12)
-
-
-def key_of(row: MeasuredRow) -> SoftwareKey:
-    """The key of a measured row. Fine-tuning with adapters is its own code path in torch-native stacks."""
-    stack = "bridge" if row.collection in ("bridge", "skills") else row.collection
-    if row.collection == "automodel" and row.setup.task == "lora":
-        stack += "-lora"
-    return SoftwareKey(stack, row.setup.precision, row.machine.name, row.shape.moe, row.shape.name, row.release)
-
-
-def choose_rows(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
-    """At most two rows per (stack, precision, machine): the newest routed and dense ones, else the newest and the oldest."""
-    sets: dict[tuple[str, str, str], list[MeasuredRow]] = {}
-    for row in rows:
-        sets.setdefault(row.set_key, []).append(row)
-    chosen: list[MeasuredRow] = []
-    for members in sets.values():
-        newest = sorted(members, key=lambda row: row.release or "99", reverse=True)
-        picks = [next((r for r in newest if r.shape.moe is routed), None) for routed in (True, False)]
-        kept = [row for row in picks if row is not None]
-        for row in reversed(newest):
-            if len(kept) < _ROWS_PER_SET and all(row.layout != other.layout for other in kept):
-                kept.append(row)
-        chosen += kept[:_ROWS_PER_SET]
-    return chosen
-
-
-def _covariance(a: SoftwareKey, b: SoftwareKey) -> float:
-    if a.routed is not b.routed:
-        return 0.0
-    total = _SPREAD["kind"] ** 2
-    if a.stack == b.stack:
-        total += _SPREAD["stack"] ** 2
-        if (a.precision, a.machine) == (b.precision, b.machine):
-            total += _SPREAD["set"] ** 2
-        if a.routed:
-            total += _SPREAD["model"] ** 2 if a.model == b.model else 0.0
-            total += _SPREAD["year"] ** 2 * min(a.years, b.years)
-    return total
-
-
-def _single(key: SoftwareKey) -> float:
-    return _SPREAD["routed" if key.routed else "dense"] ** 2
+LEFT_OUT: dict[str, Callable[[MeasuredRow], Hashable]] = {
+    "model": lambda row: row.shape.name,
+    "release": lambda row: (row.collection, row.release),
+    "stack": lambda row: "bridge" if row.collection == "skills" else row.collection,  # pages of one repository
+}
+"""What rows have in common that `leave_out` hides together."""
 
 
 @dataclass(frozen=True)
 class SoftwareModel:
-    """Factors conditioned on measured rows."""
+    """The two factors, and the machines that they were seen on."""
 
-    keys: tuple[SoftwareKey, ...]
-    residuals: np.ndarray
-    """Logarithm of measured over estimated speed."""
+    speed: dict[bool, float]
+    """Measured over estimated speed, by whether the model is routed."""
+    machines: frozenset[tuple[bool, str]]
 
     @classmethod
-    def fit(cls, rows: Sequence[MeasuredRow], estimate: Callable[[MeasuredRow], float]) -> "SoftwareModel":
-        """Condition on ``rows``; ``estimate`` gives tokens per second without a factor."""
-        return cls(tuple(map(key_of, rows)), np.log([row.tokens_per_s / estimate(row) for row in rows]))
+    def fit(cls, rows: Sequence[MeasuredRow], estimate: Estimate) -> "SoftwareModel":
+        """The factors of ``rows``; ``estimate`` gives tokens per second without one."""
+        speed: dict[bool, float] = {}
+        for routed in (False, True):
+            errors = [math.log(r.tokens_per_s) - blurred(r, estimate)[0] for r in rows if r.shape.moe is routed]
+            speed[routed] = math.exp(sum(errors) / (len(errors) + _PRIOR_ROWS))
+        return cls(speed, frozenset((r.shape.moe, r.machine.name) for r in rows))
 
-    @property
-    def newest(self) -> str:
-        """The newest release among the rows."""
-        return max((key for key in self.keys), key=lambda key: key.years).release
+    def factor(self, machine: str, *, routed: bool, unknown: float = 0.0) -> tuple[float, float]:
+        """Measured over estimated speed, and the standard deviation of its logarithm.
 
-    def factor(self, key: SoftwareKey) -> tuple[float, float]:
-        """Measured over estimated speed, and the standard deviation of its logarithm."""
-        own = _covariance(key, key) + _single(key)
-        if not self.keys:
-            return 1.0, math.sqrt(own)
-        among = np.array([[_covariance(a, b) for b in self.keys] for a in self.keys])
-        among += np.diag([_single(k) for k in self.keys])
-        to = np.array([_covariance(key, k) for k in self.keys])
-        weights = np.linalg.solve(among, to)
-        variance = max(_single(key), own - float(to @ weights))
-        # a log-normal's mean lies above its median: predicted speeds are right on average, not half of the time
-        return math.exp(float(weights @ self.residuals) - variance / 2), _CALIBRATED * math.sqrt(variance)
+        Args:
+            machine: The machine's name.
+            routed: Whether the model has routed experts.
+            unknown: Standard deviation of the estimate over what unknown settings can be.
+        """
+        new = 0.0 if (routed, machine) in self.machines else _NEW_MACHINE
+        return self.speed[routed], math.hypot(_SPREAD[routed], new, unknown)
+
+    def predict(self, row: MeasuredRow, estimate: Estimate) -> tuple[float, float]:
+        """Tokens per second of a row, and the standard deviation of the logarithm."""
+        log_speed, unknown = blurred(row, estimate)
+        speed, spread = self.factor(row.machine.name, routed=row.shape.moe, unknown=unknown)
+        return speed * math.exp(log_speed), spread
 
 
-def leave_layout_out(
-    rows: Sequence[MeasuredRow], estimate: Callable[[MeasuredRow], float]
+def blurred(row: MeasuredRow, estimate: Estimate) -> tuple[float, float]:
+    """Mean and standard deviation of the logarithm of the estimated speed over what the row's unknown settings can be."""
+    logs = [math.log(estimate(replace(row, setup=setup))) for setup in row.alternatives or (row.setup,)]
+    return statistics.fmean(logs), statistics.pstdev(logs)
+
+
+def leave_out(
+    rows: Sequence[MeasuredRow], estimate: Estimate, key: Callable[[MeasuredRow], Hashable]
 ) -> list[tuple[float, float]]:
-    """Tokens per second and spread of each row, predicted by a fit that saw no row of the same layout."""
-    found: list[tuple[float, float]] = []
-    for row in rows:
-        model = SoftwareModel.fit(choose_rows([other for other in rows if other.layout != row.layout]), estimate)
-        factor, spread = model.factor(key_of(row))
-        found.append((estimate(row) * factor, spread))
-    return found
+    """Tokens per second and spread of each row, by factors that saw no row of the same ``key``: a model, a release, a stack."""
+    fits = {
+        left: SoftwareModel.fit([row for row in rows if key(row) != left], estimate)
+        for left in {key(row) for row in rows}
+    }
+    return [fits[key(row)].predict(row, estimate) for row in rows]

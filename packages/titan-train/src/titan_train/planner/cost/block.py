@@ -155,7 +155,7 @@ def _attention(c: Context, a: AttentionWidths, cost: BlockCost) -> None:
     rate = c.rates.attention * narrow * (c.constants.context if setup.cp > 1 else 1.0)
     rate *= _SPARSE_RATE if a.sparse else 1.0
     scores = 0.0
-    if not (setup.fused_attention and a.fused):
+    if not a.fused:
         scores = 2.0 * setup.tokens * setup.seq_len / setup.cp * a.heads / setup.tp / c.rates.stream
     passes, back_passes = _SCORE_PASSES
     backward = 2.5 * behind / (rate * c.constants.attention_backward)

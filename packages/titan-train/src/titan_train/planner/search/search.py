@@ -137,7 +137,7 @@ class Searcher:
     def _constants(self, setup: Setup) -> Constants:
         if setup.precision not in self.constants:
             self.constants[setup.precision] = self.request.constants or constants_for(
-                self.request.machine, setup, routed=self.request.shape.moe, model=self.request.shape.name
+                self.request.machine, setup, routed=self.request.shape.moe
             )
         return self.constants[setup.precision]
 

@@ -88,9 +88,7 @@ class Plan:
             return _shown(self.best, self.limit_bytes)
         try:
             setup = self.setup(choices)
-            constants = self.constants or constants_for(
-                self.machine, setup, routed=self.shape.moe, model=self.shape.name
-            )
+            constants = self.constants or constants_for(self.machine, setup, routed=self.shape.moe)
             return _shown(estimate(self.shape, self.machine, setup, constants), self.limit_bytes)
         except ValueError as err:
             return {"state": "invalid", "speed": "This cannot run", "verdict": str(err)}
