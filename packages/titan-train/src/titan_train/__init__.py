@@ -18,9 +18,10 @@ from titan_train.lazy import first_use
 if TYPE_CHECKING:
     from titan_train.config import Config, load_config
     from titan_train.data import BatchSource, TensorBatch
+    from titan_train.data.loader.source import TaskBatch
     from titan_train.generation import LoadedRun, Sampling, generate, load_run
     from titan_train.models import Family, build_model, register_family
-    from titan_train.task import Task, TaskBatch, TaskInputs, register_task
+    from titan_train.task import Task, TaskInputs, register_task
     from titan_train.train import Trainer
     from titan_train.trust import use_code
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from titan_train.config import Config
-from titan_train.data.loader.source import BatchSource
+from titan_train.data.loader.source import BatchSource, TaskBatch
 from titan_train.models.registry import find_model
 from titan_train.values import did_you_mean
 
@@ -38,30 +38,6 @@ _SHIPPED = {
     "vision": "titan_train.tasks.vision.task:VisionTask",
 }
 _registered: dict[str, Callable[[], "Task"]] = {}
-
-
-class TaskBatch(Protocol):
-    """A microbatch on its device; `titan_train.data.TensorBatch` is one."""
-
-    @property
-    def inputs(self) -> "tuple[Tensor, ...]":
-        """Positional arguments of the model; under pipeline parallelism, of its first stage."""
-        ...
-
-    @property
-    def keywords(self) -> "Mapping[str, Any]":
-        """Arguments by name; the model is given those that its ``forward`` accepts."""
-        ...
-
-    @property
-    def target(self) -> Any:
-        """What the loss compares the output with."""
-        ...
-
-    @property
-    def samples_consumed(self) -> int:
-        """Global samples consumed once the step that this microbatch completes is done."""
-        ...
 
 
 class ContextCut(Protocol):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from titan_train.launch.place.ray import launcher as ray_launcher
+from titan_train.launch.place.ray.cluster import forwarded
 from titan_train.launch.rank.device import (
     bind_to_numa,
     cores_beside,
@@ -88,6 +88,6 @@ def test_ranks_on_rays_nodes_have_the_settings_of_the_command(monkeypatch):
     }  # fmt: skip
     for key, value in (passed | {"SECRET_TOKEN": "x"}).items():
         monkeypatch.setenv(key, value)
-    found = ray_launcher.forwarded(SimpleNamespace(ray=SimpleNamespace(env=())))
+    found = forwarded(SimpleNamespace(ray=SimpleNamespace(env=())))
     assert passed.items() <= found.items()
     assert "SECRET_TOKEN" not in found

@@ -8,7 +8,8 @@ only chooses which part of it to read.
 - `stream/`: tokens of text that is tokenized while a run trains on it.
 - `order/`: the order of samples, without state.
 - `loader/`: samples, batches and the data loader of one rank.
-- `build`: from the configuration to data sets. `prepared`: a folder that is prepared once. `progress`: the progress bar.
+- `build`: from the configuration to data sets. `tokenizer`: the tokenizer that it names. `prepared`: a folder that is
+  prepared once. `progress`: the progress bar.
 
 Only `DataLoader` imports torch, when it is constructed.
 """
@@ -18,15 +19,7 @@ from typing import TYPE_CHECKING
 from titan_train.lazy import first_use
 
 if TYPE_CHECKING:
-    from titan_train.data.build import (
-        build_chat_template,
-        build_datasets,
-        build_tokenizer,
-        cache_folder,
-        check_sources,
-        open_datasets,
-        prepare,
-    )
+    from titan_train.data.build import build_datasets, check_sources, open_datasets, prepare
     from titan_train.data.loader.batch import Batch
     from titan_train.data.loader.data_loader import DataLoader
     from titan_train.data.loader.packed import PackedDataset, SampleLocation
@@ -36,6 +29,7 @@ if TYPE_CHECKING:
     from titan_train.data.shards.token_source import ShardedTokens, TokenSource
     from titan_train.data.sources.malformed import BadDocument, MalformedInputError
     from titan_train.data.stream.reader import stream_windows
+    from titan_train.data.tokenizer import build_chat_template, build_tokenizer, cache_folder
 
 __all__ = [
     "BadDocument",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
+from titan_train.config import DataConfig, SourceConfig
 from titan_train.config.data import TEXT_KINDS, Verify
 from titan_train.data.loader.packed import PackedDataset
 from titan_train.data.loader.rows import StreamedRows
@@ -26,29 +26,12 @@ from titan_train.data.shards.prepare import (
 )
 from titan_train.data.shards.token_source import ShardedTokens, TokenSource
 from titan_train.data.sources.chat import conversations_for
-from titan_train.data.sources.document import held_out_fraction
 from titan_train.data.sources.documents import list_files
-from titan_train.data.sources.texts import training_texts
 from titan_train.data.stream.token_stream import TokenStream
-from titan_train.files import read_bytes, read_text
-from titan_train.tokenizers import (
-    ByteTokenizer,
-    ChatTemplate,
-    HfTokenizer,
-    TiktokenTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    train_sentencepiece,
-)
-from titan_train.tokenizers.chat_template import BUILT_IN
-from titan_train.tokenizers.protocol import SAVED_NAME
+from titan_train.data.tokenizer import cache_of
+from titan_train.tokenizers import ChatTemplate, Tokenizer
 
 _logger = logging.getLogger(__name__)
-
-
-def cache_folder(config: DataConfig) -> Path:
-    """Where shards and trained tokenizers go: `config.cache_dir`, or ~/.cache/titan-train."""
-    return Path(config.cache_dir).expanduser() if config.cache_dir else Path.home() / ".cache" / "titan-train"
 
 
 def check_sources(config: DataConfig) -> None:
@@ -60,49 +43,6 @@ def check_sources(config: DataConfig) -> None:
     for source in (*config.sources, *config.validation_sources):
         if source.kind in TEXT_KINDS:
             list_files(source)
-
-
-def build_tokenizer(
-    config: TokenizerConfig,
-    data: DataConfig,
-    *,
-    cache_dir: str | Path | None = None,
-    progress: ProgressCallback | None = None,
-) -> Tokenizer:
-    """Load the configured tokenizer, or train it on the training text (once; kept in the cache).
-
-    Raises:
-        ValueError: If the file is not of the configured kind, or the text cannot give the vocabulary.
-    """
-    if config.kind == "bytes":
-        return ByteTokenizer()
-    if config.path:
-        return _load(config)
-    folder = _trained_folder(config, data, _cache(data, cache_dir))
-    if (folder / SAVED_NAME).is_file():
-        return load_tokenizer(folder)
-    texts = training_texts(data.sources, data, max_bytes=config.train_max_bytes, progress=progress)
-    return train_sentencepiece(texts, config.vocab_size, folder, model_type=config.model_type)
-
-
-def build_chat_template(config: TokenizerConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template that writes conversations for a tokenizer; None if neither it nor the configuration has one.
-
-    Raises:
-        ValueError: If the configured file does not exist, or is not a template.
-    """
-    given = config.chat_template
-    if given in BUILT_IN or not given:
-        return ChatTemplate.of(tokenizer, BUILT_IN.get(given, ""))
-    path = Path(given).expanduser()
-    if not path.is_file():
-        raise ValueError(
-            f"tokenizer.chat_template={given!r} is neither a file nor one of {', '.join(BUILT_IN)}. Name a Jinja file."
-        )
-    try:
-        return ChatTemplate.of(tokenizer, read_text(path))
-    except ValueError as err:
-        raise ValueError(f"{path}: {err}") from err
 
 
 def prepare(
@@ -131,7 +71,7 @@ def prepare(
         ValueError: If a path does not exist, or a token source is not whole, damaged or of another tokenizer;
             `MalformedInputError` for malformed documents.
     """
-    cache = _cache(config, cache_dir)
+    cache = cache_of(config, cache_dir)
     sources = [*config.sources, *config.validation_sources]
     for source in sources:
         if source.stream:
@@ -168,7 +108,7 @@ def open_datasets(
     Raises:
         ValueError: If a source is not prepared, damaged, of another tokenizer, or shorter than one sample.
     """
-    cache = _cache(config, cache_dir)
+    cache = cache_of(config, cache_dir)
     pad_id = tokenizer.eos_id if tokenizer.pad_id is None else tokenizer.pad_id
     train: dict[str, TokenSource | StreamedRows] = {}
     held_out: dict[str, TokenSource] = {}
@@ -231,46 +171,6 @@ def build_datasets(
     """`prepare`, then `open_datasets`: all a single process needs."""
     prepare(config, tokenizer, cache_dir=cache_dir, progress=progress, template=template)
     return open_datasets(config, tokenizer, seq_len=seq_len, seed=seed, cache_dir=cache_dir, template=template)
-
-
-def _cache(config: DataConfig, cache_dir: str | Path | None) -> Path:
-    return cache_folder(config) if cache_dir is None else Path(cache_dir)
-
-
-def _load(config: TokenizerConfig) -> Tokenizer:
-    path = Path(config.path).expanduser()
-    if config.kind == "tiktoken" and path.is_file():
-        return TiktokenTokenizer(
-            read_bytes(path),
-            pattern=config.pattern,
-            special_tokens=config.special_tokens,
-            bos_token=config.bos_token,
-            eos_token=config.eos_token,
-        )
-    if config.kind == "hf":
-        return HfTokenizer.from_folder(path, bos_token=config.bos_token, eos_token=config.eos_token)
-    tokenizer = load_tokenizer(path)
-    if tokenizer.kind != config.kind:
-        raise ValueError(
-            f"tokenizer.kind={config.kind!r}, but {path} contains a {tokenizer.kind} tokenizer. "
-            f'Use kind="{tokenizer.kind}", or another path.'
-        )
-    return tokenizer
-
-
-def _trained_folder(config: TokenizerConfig, data: DataConfig, cache: Path) -> Path:
-    sources = [source for source in data.sources if source.kind in TEXT_KINDS]
-    content = {
-        "vocab_size": config.vocab_size,
-        "model_type": config.model_type,
-        "train_max_bytes": config.train_max_bytes,
-        "held_out": [held_out_fraction(source, data) for source in sources],
-        "files": [
-            [source.kind, source.messages_key or source.text_key, [file.stamp() for file in list_files(source)]]
-            for source in sources
-        ],
-    }
-    return cache / f"tokenizer-{config.model_type}-{config.vocab_size}-{content_key(content)[:16]}"
 
 
 def _open_source(

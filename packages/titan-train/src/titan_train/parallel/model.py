@@ -7,6 +7,7 @@ import titan_fp8
 import titan_fsdp as fsdp
 from torch import Tensor, nn
 
+from titan_train.data.loader.source import TaskBatch
 from titan_train.models.call import accepted_inputs
 from titan_train.models.common.loss import ObservedLoss, TokenLoss
 from titan_train.parallel.gradients import Gradients
@@ -14,7 +15,7 @@ from titan_train.parallel.param_shard import ParamShards
 from titan_train.parallel.pipeline import Pipeline
 from titan_train.parallel.tensor.micro_pipeline import FusedProducts
 from titan_train.parallel.tied import ParameterNames
-from titan_train.task import ContextCut, Task, TaskBatch
+from titan_train.task import ContextCut, Task
 
 
 @dataclass(slots=True)

@@ -26,11 +26,11 @@ from titan_pipeline.runtime import (
 from torch import Tensor, nn
 
 from titan_train.config import PipelineConfig
+from titan_train.data.loader.source import TaskBatch
 from titan_train.models import accepted_inputs
 from titan_train.models.common.loss import TokenLoss
 from titan_train.observe.timing import StepTimer
 from titan_train.observe.timing.collectives import CollectiveMeter
-from titan_train.task import TaskBatch
 
 
 def make_transport(schedule: Schedule, mesh: Mesh, device: torch.device, timeout_s: float) -> Transport:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from titan_train.task import TaskBatch
+from titan_train.data.loader.source import TaskBatch
 from titan_train.train.step_random import RandomState
 
 logger = logging.getLogger(__name__)

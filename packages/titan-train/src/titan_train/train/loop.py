@@ -13,10 +13,11 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 
 from titan_train.data import DataLoader
+from titan_train.data.loader.source import TaskBatch
 from titan_train.observe.records import ValidationRecord
 from titan_train.optim import Scheduler
 from titan_train.parallel.layout.batch import BatchPlan
-from titan_train.task import TaskBatch, TaskInputs
+from titan_train.task import TaskInputs
 from titan_train.train.checkpoints import Checkpoints
 from titan_train.train.observer import ObservedRun, Observer, Phase, StepInfo, StepResult, is_due
 from titan_train.train.process import SaveRequests

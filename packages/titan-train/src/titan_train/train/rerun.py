@@ -30,9 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from titan_train.data.loader.source import TensorBatch
+from titan_train.data.loader.source import TaskBatch, TensorBatch
 from titan_train.exchange import gather_values
-from titan_train.task import TaskBatch
 from titan_train.train.step_random import RandomState
 
 Verdict = Literal["transient hardware", "persistent hardware", "data or numerics", "reproduced"]

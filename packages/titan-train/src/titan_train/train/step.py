@@ -23,6 +23,7 @@ import titan_fsdp as fsdp
 import torch
 from torch import Tensor
 
+from titan_train.data.loader.source import TaskBatch
 from titan_train.models.common.moe.balance import (
     LayerRouting,
     end_routing,
@@ -34,7 +35,6 @@ from titan_train.models.common.moe.balance import (
 from titan_train.observe.timing import StepTimer
 from titan_train.optim.schedule import drop_frozen_gradients
 from titan_train.optim.update import can_update, update
-from titan_train.task import TaskBatch
 from titan_train.train.observer import StepResult
 from titan_train.train.reduce_scope import ReduceScope
 

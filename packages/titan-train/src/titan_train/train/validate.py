@@ -8,9 +8,9 @@ from typing import Any
 import titan_fp8
 import torch
 
+from titan_train.data.loader.source import TaskBatch
 from titan_train.observe.records import ValidationRecord
 from titan_train.parallel.model import ParallelModel
-from titan_train.task import TaskBatch
 from titan_train.tokenizers import bits_per_byte
 from titan_train.train.reduce_scope import ReduceScope
 

@@ -32,6 +32,30 @@ class HostMicrobatch(Protocol):
         ...
 
 
+class TaskBatch(Protocol):
+    """A microbatch on its device; `titan_train.data.TensorBatch` is one."""
+
+    @property
+    def inputs(self) -> "tuple[Tensor, ...]":
+        """Positional arguments of the model; under pipeline parallelism, of its first stage."""
+        ...
+
+    @property
+    def keywords(self) -> "Mapping[str, Any]":
+        """Arguments by name; the model is given those that its ``forward`` accepts."""
+        ...
+
+    @property
+    def target(self) -> Any:
+        """What the loss compares the output with."""
+        ...
+
+    @property
+    def samples_consumed(self) -> int:
+        """Global samples consumed once the step that this microbatch completes is done."""
+        ...
+
+
 class BatchSource(Protocol):
     """Training samples, each a pure function of its number; inherit from it to take the defaults.
 

@@ -1,15 +1,22 @@
-"""Connecting to a Ray cluster or starting one here, and the versions that all its nodes must share."""
+"""Connecting to a Ray cluster or starting one here: what its nodes share, and how a run names its actors there."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 import signal
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 from titan_train.config import LaunchConfig
 
+NAMESPACE = "titan-train"
+_FORWARDED = (
+    "TITAN_TRAIN_CODE", "OMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_", "FI_", "UCX_",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING",
+)  # fmt: skip
 _CONNECT_S = 5.0
 _COMPARED = ("torch", "titan-train", "titan-fsdp", "titan-ckpt", "titan-mesh")
 
@@ -74,6 +81,16 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def agent_prefix(run_dir: Path) -> str:
+    """What the names of a run's detached actors begin with, on every node."""
+    return f"{run_dir.name}-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]}/"
+
+
+def forwarded(launch: LaunchConfig) -> dict[str, str]:
+    """The environment variables of this process that ranks on other nodes shall have."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED) or name in launch.ray.env}
 
 
 def _check_reachable(address: str) -> None:

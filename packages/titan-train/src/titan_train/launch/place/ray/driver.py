@@ -25,8 +25,7 @@ from typing import Any
 
 from titan_train.child_processes import owned_folder
 from titan_train.config import Config, dump_config
-from titan_train.launch.place.ray.cluster import connect, first_line
-from titan_train.launch.place.ray.launcher import NAMESPACE, agent_prefix, forwarded
+from titan_train.launch.place.ray.cluster import NAMESPACE, agent_prefix, connect, first_line, forwarded
 from titan_train.launch.supervise.requests import signal_handlers
 from titan_train.run_folder import TAKEN_OVER
 

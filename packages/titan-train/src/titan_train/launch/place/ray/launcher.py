@@ -15,7 +15,6 @@ supervisor itself runs under an actor that Ray does restart (`driver`); a new on
 the ranks never notice.
 """
 
-import hashlib
 import os
 import platform
 import time
@@ -31,7 +30,7 @@ from titan_train.launch.job import Attempt, Launcher
 from titan_train.launch.node.agent import NodeJob
 from titan_train.launch.place.ray.actor import NodeActor
 from titan_train.launch.place.ray.calls import RayAgent
-from titan_train.launch.place.ray.cluster import connect, first_line, versions
+from titan_train.launch.place.ray.cluster import NAMESPACE, agent_prefix, connect, first_line, forwarded, versions
 from titan_train.launch.place.ray.job import RayJob
 from titan_train.launch.place.ray.nodes import RayNodes
 from titan_train.launch.place.ray.topology import order
@@ -41,11 +40,6 @@ from titan_train.launch.validate import validate
 _START_S = 600.0  # for an interpreter's start on a node: minutes where few cores read Ray from a cold disk
 _ADOPT_S = 10.0  # for agents of a lost driver to answer
 _CALLS = 8  # of an agent at a time: one is held open, others order, start and end
-NAMESPACE = "titan-train"
-_FORWARDED = (
-    "TITAN_TRAIN_CODE", "OMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_", "FI_", "UCX_",
-    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING",
-)  # fmt: skip
 
 
 class RayLauncher(Launcher):
@@ -278,13 +272,3 @@ def problems(node: str, theirs: Mapping[str, str], *, sees_run_folder: bool) -> 
     if not sees_run_folder:
         found.append(f"{node} cannot see the run folder: set run.dir to a file system that all nodes share")
     return found
-
-
-def agent_prefix(run_dir: Path) -> str:
-    """What the names of a run's detached actors begin with, on every node."""
-    return f"{run_dir.name}-{hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:8]}/"
-
-
-def forwarded(launch: LaunchConfig) -> dict[str, str]:
-    """The environment variables of this process that ranks on other nodes shall have."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED) or name in launch.ray.env}
