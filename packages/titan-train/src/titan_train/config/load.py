@@ -85,6 +85,17 @@ def dump_config(config: Config) -> str:
     return tomli_w.dumps(_plain(dataclasses.asdict(config)))
 
 
+def values_set(config: Config) -> dict[str, Any]:
+    """The settings that are not at their default, as plain values by dotted name; without the run's name and folder."""
+    default = _flat(_defaults())
+    return {key: value for key, value in flat_values(config).items() if default.get(key) != value and key not in _PLACE}
+
+
+def flat_values(config: Config) -> dict[str, Any]:
+    """All settings as plain values by dotted name; lists stay whole."""
+    return _flat(_plain(dataclasses.asdict(config)))
+
+
 def list_configs() -> list[str]:
     """Names of the shipped configurations."""
     return sorted(p.name.removesuffix(".toml") for p in _shipped().iterdir() if p.name.endswith(".toml"))
@@ -92,6 +103,7 @@ def list_configs() -> list[str]:
 
 _ADAPTER = TypeAdapter(Config)
 _MOST_PROBLEMS = 1000
+_PLACE = ("run.name", "run.dir")
 
 
 def _shipped() -> Path:
@@ -202,6 +214,14 @@ def _as_typed(err: ConfigError, settings: Sequence[Setting]) -> ConfigError:
 @functools.cache
 def _defaults() -> dict[str, Any]:
     return _plain(dataclasses.asdict(Config()))
+
+
+def _flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{path}.{key}" if path else key
+        flat.update(_flat(typing.cast("dict[str, Any]", value), name) if isinstance(value, dict) else {name: value})
+    return flat
 
 
 def _plain(tree: Any) -> Any:

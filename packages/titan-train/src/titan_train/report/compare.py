@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titan_train.files import write_atomic
 from titan_train.observe import ValidationRecord
+from titan_train.report.changes import branched_from, values_over_run
 from titan_train.report.chart import Chart, Series, build_chart
 from titan_train.report.folder import RunFolder, read_folder
 from titan_train.report.page import CURVES, line_of, render, settings_text
@@ -71,12 +72,14 @@ def _numbers(folders: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     found = [{item.label: item.value for item in headlines(folder)} for folder in folders]
     labels = list(dict.fromkeys(label for values in found for label in values))
     status = ("Status", [folder.status for folder in folders])
-    return [status, *((label, [values.get(label, _NOT_SET) for values in found]) for label in labels)]
+    parents = [branched_from(folder) or _NOT_SET for folder in folders]
+    branched = [("Branched from", parents)] if set(parents) != {_NOT_SET} else []
+    return [status, *branched, *((label, [values.get(label, _NOT_SET) for values in found]) for label in labels)]
 
 
 def _differences(folders: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
     """Each setting that differs between the runs, and its value in every run."""
-    flat = [settings_text(folder.config) for folder in folders]
+    flat = [settings_text(folder.config) | values_over_run(folder) for folder in folders]
     keys = dict.fromkeys(key for values in flat for key in values if key not in _OF_ONE_RUN)
     rows = [(key, [values.get(key, _NOT_SET) for values in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -5,7 +5,6 @@ runs; a live page may ask its own server. Every text goes through the template's
 """
 
 import functools
-import json
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from titan_train.files import write_atomic
 from titan_train.models.registry import families
 from titan_train.observe import EventRecord, History
 from titan_train.observe.log import PERIODIC_EVENTS
+from titan_train.report.changes import CHANGED, changed_settings, value_text, values_over_run
 from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
 from titan_train.report.drawings import draw_layout, draw_pipeline
 from titan_train.report.faults import faults
@@ -39,6 +39,7 @@ _EVENT_ROLES = {
     "checkpoint_passed_over": "bad",
     "nonfinite": "bad",
     "failed": "bad",
+    CHANGED: "adjusted",
     "stopped": "stopped",
     "preempted": "stopped",
 }
@@ -116,7 +117,9 @@ def report_page(folder: RunFolder, *, state: str = "") -> str:
         events=events[-_MOST_EVENTS:],
         hidden_events=max(0, len(events) - _MOST_EVENTS),
         attempts=folder.attempts,
-        changed=_changed(folder.config),
+        changes=changed_settings(folder),
+        change_marks=_change_marks(folder),
+        changed=_changed(folder),
         config=flat_config(folder.config),
         environment=_environment(folder),
         command=_command(folder.info),
@@ -155,17 +158,6 @@ def render(template: str, *, state: str = "", **values: object) -> str:
 def event_label(kind: str) -> str:
     """``checkpoint_saved`` as ``checkpoint saved``."""
     return kind.replace("_", " ")
-
-
-def value_text(value: object) -> str:
-    """A JSON or TOML value as it is written in TOML."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return repr(value) if len(repr(value)) <= 8 else f"{value:g}"
-    if value is None:  # how metrics.jsonl writes what is not a number
-        return "nan"
-    return json.dumps(value, default=str)
 
 
 def _notable(events: Sequence[EventRecord]) -> list[EventRecord]:
@@ -292,15 +284,22 @@ def settings_text(config: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Settings that are not at their default: name, value, default."""
+def _change_marks(folder: RunFolder) -> list[EventMarks]:
+    """Where settings changed, to mark under every chart."""
+    events = [event for event in folder.history.events if event.kind == CHANGED]
+    return _marks(events, step_scale(folder.history.steps, False)) if events and folder.history.steps else []
+
+
+def _changed(folder: RunFolder) -> list[tuple[str, str, str]]:
+    """Settings that are not at their default, or once were not: name, value, default."""
     from titan_train.config import Config
     from titan_train.config.load import dump_config
 
     default = settings_text(tomllib.loads(dump_config(Config())))
+    values = settings_text(folder.config) | values_over_run(folder)
     return [
         (key, value, default.get(key, ""))
-        for key, value in settings_text(config).items()
+        for key, value in values.items()
         if value != default.get(key) and key != "run.name"
     ]
 

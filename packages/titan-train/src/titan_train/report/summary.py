@@ -8,6 +8,7 @@ from typing import Any
 
 from titan_train.observe import History
 from titan_train.observe.format import short_count, short_duration, short_gib, short_loss
+from titan_train.report.changes import branched_from, change_lines
 from titan_train.report.folder import RunFolder, read_folder
 
 # The loss of one batch is noisy: "at the end" is the mean of this part of the run, of at most _MOST_AVERAGED steps.
@@ -94,6 +95,8 @@ def setting(folder: RunFolder) -> str:
         parts.append(f"started {when(folder.attempts[0].get('started'))}")
         if len(folder.attempts) > 1:
             parts.append(f"{len(folder.attempts)} attempts")
+    if parent := branched_from(folder):
+        parts.append(f"branched from {parent}")
     return " · ".join(parts)
 
 
@@ -120,6 +123,7 @@ def summarize(run: str | Path | RunFolder) -> str:
     lines += [f"  {row.label:<{width}}  {row.value}" + (f"  ({row.note})" if row.note else "") for row in rows]
     if not rows:
         lines.append("  no step was logged")
+    lines += [f"  {line}" for line in change_lines(folder.history.events)]
     skipped = folder.history.skipped
     if skipped:
         lines.append(f"  {skipped} steps were skipped because the loss or the gradient was not finite")

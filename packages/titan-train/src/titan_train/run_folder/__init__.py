@@ -1,13 +1,13 @@
 """A run's folder: what lies in it, who may write to it, and when a new attempt takes effect::
 
     runs/NAME/config.toml     the resolved configuration
-              run.json        versions, command, device, times, status of every attempt
+              run.json        versions, command, device, times, status of every attempt, settings by step, parent
               tokenizer/      the tokenizer and its chat template
               layout.txt      which rank does what
               pipeline.json   one step as the pipeline's ranks ran it
               metrics.jsonl   one line per step
               metrics.blocks.jsonl  means of 64 steps a line, made from it
-              attempts.jsonl  one line per attempt: how it ended
+              attempts.jsonl  one line per attempt: its settings, how it ended
               model/          config.json of a model that was named by a folder of Hugging Face
               checkpoints/    step-*/, each complete or absent
               logs/           what each rank printed
@@ -17,7 +17,8 @@
 
 `contents` reads the folder and brings it to the disk. `place` checks whether a run can use it. `lease` makes sure that one run
 at a time writes to it. `staging` holds back the configuration and the run information of an attempt until all its ranks have
-restored: a refusal before that leaves the folder as it was.
+restored: a refusal before that leaves the folder as it was. `record` lets the attempt take effect, and keeps which settings each
+step was made with.
 
 No torch: the command line and the report use it.
 """
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
     from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, run_status
     from titan_train.run_folder.place import check_run_folder, check_writable
+    from titan_train.run_folder.record import differing, parent_of, settings_spans, take_effect
     from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
 
 __all__ = [
@@ -50,16 +52,20 @@ __all__ = [
     "check_writable",
     "checkpoint_folders",
     "commit",
+    "differing",
     "discard",
     "keep_model",
     "newest_checkpoint",
+    "parent_of",
     "pipeline_file",
     "read_config",
     "run_folder",
     "run_status",
+    "settings_spans",
     "stage",
     "staged_folder",
     "sync_run_folder",
+    "take_effect",
     "with_kept_model",
 ]
 

@@ -17,7 +17,7 @@ from titan_train.parallel.apply import build_parallel_model
 from titan_train.parallel.describe import describe_layout, describe_options
 from titan_train.parallel.layout.degrees import explain_mode
 from titan_train.parallel.layout.run import RunPlan, plan_run
-from titan_train.run_folder import commit, keep_model, run_folder, with_kept_model
+from titan_train.run_folder import keep_model, run_folder, take_effect, with_kept_model
 from titan_train.task import Task, TaskInputs, load_task
 from titan_train.train.checkpoints import Checkpoints
 from titan_train.train.loop import TrainingLoop
@@ -150,7 +150,7 @@ class Trainer(TrainingLoop):
     def _open_run_folder(self, plan: RunPlan) -> None:
         config = self.config
         drop_outdated(self.run_dir, plan.schedule, self.step)
-        commit(self.run_dir, self._as_given)
+        changed = take_effect(self.run_dir, self._as_given, self.step)
         keep_model(config, self.run_dir)
         self._inputs.keep(self.run_dir)
         layout_text = describe_layout(plan.layout, self.model, plan.schedule)
@@ -162,6 +162,8 @@ class Trainer(TrainingLoop):
         if self.step:
             self.event("checkpoint_restored")
             self.message(f"resumed from step {self.step}")
+        if changed:
+            self.event("settings_changed", changed=changed)
         self.message(explain_mode(config.parallel, plan.layout, plan.mode, dtype=config.train.dtype))
         samples = self._inputs.validation is not None
         for level, line in describe_task(config, self.task, self.model.parts[0], samples=samples):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_train.config.load import values_set
 from titan_train.launch.job import Attempt, RankExit, RunningJob
 from titan_train.launch.rank.failure import describe_exit, describe_failure, first_failure
 from titan_train.launch.rank.flight_recorder import read_dumps, wait_for_dumps
@@ -244,6 +245,7 @@ def record_of(attempt: Attempt, outcome: Outcome) -> dict[str, object]:
         "attempt": attempt.number,
         "time": round(time.time(), 3),
         "world_size": attempt.world_size,
+        "settings": values_set(attempt.config),
         "from_step": outcome.from_step,
         "to_step": outcome.to_step,
         "end": end,
