@@ -48,6 +48,22 @@ def test_restore_clears_optimizer_state_that_was_not_there_when_saved(tmp_path):
     assert all(not values for values in state.optim.state.values())
 
 
+def test_some_tensors_of_the_optimizers_state_are_restored_alone(tmp_path):
+    state = build()
+    train(state, 3)
+    Checkpointer(tmp_path).save(3, state)
+    other = build(seed=5)
+    other.optim = torch.optim.SGD(other.model.parameters())
+    only = TrainState(
+        model=other.model, optim=other.optim, own_settings=True, optim_keys=("exp_avg",), rng=False, extra=other.extra
+    )
+    Checkpointer(tmp_path).restore(only)
+    saved = [state.optim.state[p]["exp_avg"] for p in state.model.parameters()]
+    found = [other.optim.state[p] for p in other.model.parameters()]
+    assert all(values.keys() == {"exp_avg"} for values in found)
+    assert all(torch.equal(values["exp_avg"], value) for values, value in zip(found, saved, strict=True))
+
+
 def test_restore_keeps_the_optimizers_parameter_order_apart_from_the_saved_one(tmp_path):
     state = build()
     train(state, 3)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from titan_testing.contexts import fake_contexts
+from titan_train.config.ramp import BatchRamp
 from titan_train.data import DataLoader
 from titan_train.data.loader import transfer
 
@@ -69,15 +70,18 @@ def test_state_in_the_middle_of_a_step_is_that_of_the_last_whole_step(dataset):
 
 
 def test_batch_ramp_reads_every_sample_once(dataset):
-    loader = DataLoader(dataset, global_batch=64, microbatch=8)
-    seen = []
-    for global_batch, steps in ((64, 3), (128, 2), (96, 1)):
-        loader.set_global_batch(global_batch)
-        for _ in range(steps * loader.microbatches_per_step):
+    ramp = BatchRamp((16, 32, 48), samples=70)
+    loader = DataLoader(dataset, global_batch=ramp, microbatch=8)
+    seen, consumed = [], []
+    for step in range(6):
+        assert loader.samples_consumed == ramp.consumed_after(step)
+        consumed.append(loader.samples_consumed)
+        for _ in range(loader.microbatches_per_step):
             seen.append(next(loader).tokens)
     loader.close()
-    total = 64 * 3 + 128 * 2 + 96
-    assert loader.samples_consumed == total
+    assert consumed == [0, 16, 32, 48, 80, 128]  # a size begins with the first step after its share of the 70
+    total = ramp.consumed_after(6)
+    assert loader.samples_consumed == total == 176
     assert torch.equal(torch.cat(seen), torch.from_numpy(dataset.tokens(np.arange(total)))[:, :-1])
 
 
@@ -166,13 +170,6 @@ def test_a_forgotten_loader_ends_its_thread(dataset):
 def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_do(dataset, sizes, message):
     with pytest.raises(ValueError, match=message):
         DataLoader(dataset, **sizes)
-
-
-def test_batch_size_is_not_changed_in_the_middle_of_a_step(dataset):
-    loader = DataLoader(dataset, global_batch=8, microbatch=2, prefetch=0)
-    next(loader)
-    with pytest.raises(ValueError, match="after 1 of 4 microbatches"):
-        loader.set_global_batch(16)
 
 
 @pytest.mark.parametrize(

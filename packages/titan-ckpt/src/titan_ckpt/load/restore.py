@@ -277,6 +277,7 @@ class _Restore:
             stored_dtypes={name: DTYPES[kind.dtype] for name, kind in stored["model"].items()},
             strict=self.strict,
             own_settings=self.state.own_settings,
+            keys=self.state.optim_keys,
         )
         # A weight that is tied here may have been saved as several weights.
         self.optim_used = restore.used | {alias for alias, first in self.model.tied.items() if first in restore.names}

@@ -5,7 +5,7 @@ An optimizer numbers its parameters, and another layout numbers them in another 
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -96,6 +96,7 @@ class OptimRestore:
         strict: Refuse parameters without saved settings. False keeps their current state, and gives moments that had
             their parameter's dtype the dtype that it has now.
         own_settings: As `TrainState.own_settings`.
+        keys: As `TrainState.optim_keys`.
 
     Raises:
         ValueError: If a parameter has no saved settings, a group joins parameters with different saved settings, or the
@@ -113,6 +114,7 @@ class OptimRestore:
         stored_dtypes: Mapping[str, torch.dtype],
         strict: bool,
         own_settings: bool = False,
+        keys: Collection[str] | None = None,
     ) -> None:
         self.targets: dict[str, tuple[str, Tensor]] = {}
         """Key in the ``optim`` section to the tensor to fill, after its key here: a tied parameter may have another name."""
@@ -126,10 +128,12 @@ class OptimRestore:
         self._stored_dtypes, self._strict = stored_dtypes, strict
         self._own_settings = own_settings
         self._hypers = {name: group["hyper"] for group in saved["groups"] for name in group["params"]}
+        self._keys = keys
         self._stored: dict[str, list[str]] = {}
         for key in index.tensors.get("optim", {}):
             param_name, _, state_name = key.rpartition("/")
-            self._stored.setdefault(param_name, []).append(state_name)
+            if keys is None or state_name in keys:
+                self._stored.setdefault(param_name, []).append(state_name)
         self._finish: list[Callable[[], Any]] = []
         for optim, others in zip(optims, saved.get("others", []), strict=False):
             self._finish.append(lambda optim=optim, others=others: optim.state.update(others))
@@ -167,7 +171,7 @@ class OptimRestore:
 
     def _match_param(self, param: _Param, old: str, group: Mapping[str, Any]) -> None:
         """Find a tensor to fill for each state of a parameter that was saved as ``old``."""
-        state: dict[str, Any] = dict(self._saved["leaves"].get(old, {}))
+        state: dict[str, Any] = dict(self._saved["leaves"].get(old, {})) if self._keys is None else {}
         for key in self._stored.get(old, []):
             stored = self._index.tensors["optim"][f"{old}/{key}"]
             dtype = DTYPES[stored.dtype]

@@ -1,6 +1,6 @@
 """`TrainState`, and how it becomes tensors and plain data."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
@@ -45,6 +45,8 @@ class TrainState:
     """Restore into the optimizer's groups as they are: their settings stay, parameters without saved state start from scratch,
     and saved state of parameters that the optimizer does not have is left out. False gives groups the settings that they had
     when saved, and refuses other parameters."""
+    optim_keys: Collection[str] | None = None
+    """Restore these tensors of the optimizer's state alone, such as ``("ema",)``, and read no others; None restores all."""
     sched: Stateful | Sequence[Stateful] | None = None
     """Learning-rate schedulers, equal on every rank. Rank 0's are saved."""
     data: Stateful | None = None

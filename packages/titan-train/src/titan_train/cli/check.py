@@ -254,8 +254,11 @@ def _memory_table(ranks: "Sequence[RankEstimate]") -> str:
 
 def _batch_line(config: Config, batch: "BatchPlan") -> str:
     tokens = batch.global_batch * config.model.seq_len
+    ramp = batch.ramp
+    smaller = ", ".join(map(str, ramp.sizes[:-1]))
+    rises = f" (after {smaller}, until {config.train.ramp_tokens:,} tokens)" if smaller else ""
     return (
-        f"batch    {batch.global_batch} sequences x {config.model.seq_len} = {tokens:,} tokens per step: "
+        f"batch    {batch.global_batch} sequences{rises} x {config.model.seq_len} = {tokens:,} tokens per step: "
         f"{batch.dp_size} data-parallel ranks x {batch.accumulation} micro-batches x {batch.microbatch}; "
-        f"{tokens * config.train.steps:,} tokens in {config.train.steps} steps"
+        f"{ramp.consumed_after(config.train.steps) * config.model.seq_len:,} tokens in {config.train.steps} steps"
     )

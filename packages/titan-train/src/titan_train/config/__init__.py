@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from titan_train.config.model import ModelConfig
     from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
     from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
+    from titan_train.config.recipe import AverageConfig, SpikesConfig
     from titan_train.config.schema import (
         CheckpointConfig,
         Config,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationsConfig",
+    "AverageConfig",
     "CheckpointConfig",
     "CompileConfig",
     "Config",
@@ -45,6 +47,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",
+    "SpikesConfig",
     "TokenizerConfig",
     "TrainConfig",
     "ValidationConfig",

@@ -16,6 +16,8 @@ from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
 from titan_train.config.patterns import check_patterns
+from titan_train.config.ramp import BatchRamp, plan_ramp
+from titan_train.config.recipe import AverageConfig, SpikesConfig
 from titan_train.config.tokenizer import TokenizerConfig
 from titan_train.config.vision import VisionConfig
 from titan_train.terminal import shortened
@@ -61,6 +63,16 @@ class TrainConfig:
     """Sequences per forward and backward on one rank; 0 takes the whole share of the rank, or one sequence with
     pipeline parallelism."""
 
+    ramp_from: Annotated[int, Range(0, note="0 is no ramp")] = 0
+    """Sequences in the first steps, fewer than global_batch, which is reached after ramp_tokens; 0 is no ramp. The order of the
+    data does not change."""
+
+    ramp_by: Annotated[int, Range(0, note="0 doubles")] = 0
+    """Sequences that each rise of the batch adds; 0 doubles it. All sizes last for the same number of tokens."""
+
+    ramp_tokens: Annotated[int, Range(0, note="with ramp_from, such as 1 % of the run's tokens")] = 0
+    """Tokens after which the ramp has reached global_batch."""
+
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of parameters in forward and backward; the optimizer always keeps float32 masters."""
 
@@ -92,12 +104,24 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_values("train", self)
         check_patterns("train.freeze", self.freeze)
+        if bool(self.ramp_from) != bool(self.ramp_tokens):
+            raise ValueError(
+                f"train.ramp_from={self.ramp_from} and train.ramp_tokens={self.ramp_tokens}: a ramp needs both, the first batch "
+                "and the tokens until train.global_batch. Set both, or leave both at 0."
+            )
+        self.ramp(1)
         if self.microbatch and self.global_batch % self.microbatch:
             near = nearest_divisor(self.global_batch, self.microbatch)
             raise ValueError(
                 f"train.microbatch={self.microbatch} does not divide train.global_batch={self.global_batch}: the last "
                 f"micro-batch would be smaller. The nearest valid choice is {near}."
             )
+
+    def ramp(self, seq_len: int) -> BatchRamp:
+        """The sequences of each step, of ``seq_len`` tokens each."""
+        return plan_ramp(
+            self.global_batch, start=self.ramp_from, step=self.ramp_by, tokens=self.ramp_tokens, seq_len=seq_len
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,8 +196,18 @@ class Config:
     float8: Float8Config = field(default_factory=Float8Config)
     compile: CompileConfig = field(default_factory=CompileConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    spikes: SpikesConfig = field(default_factory=SpikesConfig)
+    average: AverageConfig = field(default_factory=AverageConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        kept = self.checkpoint.keep_last
+        if self.average.use == "checkpoints" and 0 < kept < self.average.checkpoints:
+            raise ValueError(
+                f"average.checkpoints={self.average.checkpoints}, but checkpoint.keep_last={kept} deletes older ones. Set "
+                f"checkpoint.keep_last={self.average.checkpoints}, or 0 to keep all."
+            )

@@ -40,7 +40,7 @@ def model_card(run: LoadedRun, family: Family, name: str, target: str, dtype: st
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     config = run.config
     sources = ", ".join(source.name for source in config.data.sources)
-    tokens = run.step * config.train.global_batch * config.model.seq_len
+    tokens = config.train.ramp(config.model.seq_len).consumed_after(run.step) * config.model.seq_len
     return f"""---
 {"library_name: transformers" if target == "hf" else "tags: [" + target + "]"}
 pipeline_tag: text-generation

@@ -28,6 +28,7 @@ from titan_train.lazy import require
 from titan_train.models.flux.args import FluxArgs
 from titan_train.models.flux.diffusers import FLUX_HF
 from titan_train.models.flux.rope import grid_positions, time_features
+from titan_train.models.hf.lora import merged_step
 from titan_train.run_folder import checkpoint_folders
 
 _STEM = "diffusion_pytorch_model"
@@ -58,9 +59,13 @@ def export_diffusers(
     config, model, found = load_model(run_dir, step=step, device="meta")
     args = cast(FluxArgs, model.args)
     staged = out.parent / f".{out.name}.part-{secrets.token_hex(4)}"
+    scratch = staged.with_name(f"{staged.name}-average")
     try:
+        source = checkpoint_folders(run_dir)[found]
+        if config.average.use != "none":
+            source = merged_step(load_model(run_dir, step=found)[1], scratch, None)
         export_hf(
-            checkpoint_folders(run_dir)[found],
+            source,
             staged,
             names=FLUX_HF.names(args),
             dtype=DTYPES[dtype],
@@ -79,7 +84,8 @@ def export_diffusers(
             raise ValueError(f"{out} has appeared meanwhile: another export has written it. Export to a new folder.")
         staged.rename(out)
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        for folder in (staged, scratch):
+            shutil.rmtree(folder, ignore_errors=True)
     return {"hf": checks}
 
 

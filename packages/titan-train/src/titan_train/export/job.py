@@ -64,7 +64,7 @@ class Job:
 
 @contextlib.contextmanager
 def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: int, scratch: Path) -> Generator[Job]:
-    """The job of a run's checkpoint. Where the model has adapters, the merged one is written as a checkpoint in ``scratch``.
+    """The job of a run's checkpoint. Merged adapters, and averages of weights, are first written as a checkpoint in ``scratch``.
 
     Raises:
         ValueError: The model belongs to no family with names on Hugging Face.
@@ -72,16 +72,17 @@ def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: i
     run = load(device="meta")
     step = checkpoint_folders(run_dir)[run.step]
     job = partial(Job, name=run_dir.resolve().name, dtype=dtype, max_shard_bytes=max_shard_bytes, load=load)
-    if traits_of(run.model).lora is None:
+    lora = traits_of(run.model).lora is not None
+    if not lora and run.config.average.use == "none":
         yield job(run=run, family=_family(run), step=step)
         return
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".merged-") as folder:
-        adapted = load(device="cpu").model
-        merged = merge_adapters(adapted)
+        trained = load(device="cpu").model
+        merged = merge_adapters(trained) if lora else trained
         step = merged_step(merged, Path(folder), one_rank())
         run = replace(run, model=merged.to("meta"))
-        yield job(run=run, family=_family(run), step=step, adapted=adapted)
+        yield job(run=run, family=_family(run), step=step, adapted=trained if lora else None)
 
 
 def _family(run: LoadedRun) -> Family:

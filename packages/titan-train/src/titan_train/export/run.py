@@ -109,8 +109,11 @@ def _why_one_rank(load: Load, group: dist.ProcessGroup, to: Sequence[str], dtype
     """Why ranks cannot share an export; None if they can. Collective."""
     if "hf" not in to:
         return "only --to hf is written by several ranks"
-    if load(device="meta").config.model.lora_rank:
+    config = load(device="meta").config
+    if config.model.lora_rank:
         return "adapters are merged by one process"
+    if config.average.use != "none":
+        return f"the average that average.use={config.average.use!r} asks for is written by one process"
     if not gate:
         return None
     if dtype == "float8":

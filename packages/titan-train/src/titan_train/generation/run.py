@@ -13,6 +13,7 @@ from titan_train.generation.tensor import cut_for_generation
 from titan_train.generation.text import LoadedRun
 from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
+from titan_train.optim.average import restore_averaged
 from titan_train.run_folder import checkpoint_folders, newest_checkpoint, read_config
 from titan_train.task import load_task, task_name
 from titan_train.trust import admit_run_code
@@ -61,7 +62,7 @@ def load_run(
         return LoadedRun(config, model.eval(), tokenizer, _saved_step(run_dir, step), template)
     with Checkpointer(run_dir / "checkpoints", group=group or one_rank()) as checkpointer:
         state = TrainState(model=model, rng=False, shards=shards)
-        found = checkpointer.restore(state, "latest" if step is None else step)
+        found = restore_averaged(checkpointer, state, config.average, step)
     return LoadedRun(config, model.eval(), tokenizer, found, template)
 
 
@@ -88,7 +89,7 @@ def load_model(
     if torch.device(device).type == "meta":
         return config, model, _saved_step(run_dir, step)
     with Checkpointer(run_dir / "checkpoints") as checkpointer:
-        found = checkpointer.restore(TrainState(model=model, rng=False), "latest" if step is None else step)
+        found = restore_averaged(checkpointer, TrainState(model=model, rng=False), config.average, step)
     return config, model, found
 
 

@@ -19,7 +19,7 @@ from titan_train.config import Config
 from titan_train.kernels.apply import apply_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
 from titan_train.models.common.loss import ObservedLoss
-from titan_train.models.common.moe.balance import moe_layers, set_aux_scale, set_sequence_group
+from titan_train.models.common.moe.balance import moe_layers, set_sequence_group
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
@@ -31,6 +31,7 @@ from titan_train.parallel.gradients import Gradients
 from titan_train.parallel.head_loss import LossHead, fuse_head_loss, locate_vocabulary
 from titan_train.parallel.layout.batch import plan_batch, tokens_at_once
 from titan_train.parallel.layout.degrees import Mode
+from titan_train.parallel.layout.run import plan_schedule
 from titan_train.parallel.model import ParallelModel, Report
 from titan_train.parallel.param_shard import ParamShard, init_of_shards
 from titan_train.parallel.pipeline import Pipeline, make_transport
@@ -109,7 +110,8 @@ def build_parallel_model(
         copies = {name: len(w.names) for w in tied for held in w.names.values() for name in names[held]}
         pipeline = Pipeline(
             schedule, parts, make_transport(schedule, mesh, device, config.launch.timeout_s), loss=loss, tied=tied,
-            keywords=task.keywords, fused_loss=fused_loss, config=config.pipeline, rules=DEFERRING_RULES,
+            keywords=task.keywords, fused_loss=fused_loss, config=config.pipeline,
+            schedule_for=lambda n: plan_schedule(config.pipeline, pp=layout.spec.pp, microbatches=n), rules=DEFERRING_RULES,
             gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
         )  # fmt: skip
     return ParallelModel(
@@ -191,7 +193,6 @@ def _apply(part: nn.Module, run: _Run, init: InitFn) -> nn.Module:
         run.cuts.update(apply_expert_parallel(part, mesh.group("ep")))
     shared = spec.tp > 1 and parallel.sequence_parallel  # tensor-parallel ranks hold parts of a row too
     set_sequence_group(part, None if mesh is None else mesh.group("sequence" if shared else "cp"))
-    set_aux_scale(part, 1 / config.train.global_batch)
 
     if run.context is not None:
         run.context.apply(part)

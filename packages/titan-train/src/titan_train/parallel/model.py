@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from titan_train.data.loader.source import TaskBatch
 from titan_train.models.call import accepted_inputs
 from titan_train.models.common.loss import ObservedLoss, TokenLoss
+from titan_train.models.common.moe.balance import set_aux_scale
 from titan_train.parallel.gradients import Gradients
 from titan_train.parallel.param_shard import ParamShards
 from titan_train.parallel.pipeline import Pipeline
@@ -58,6 +59,11 @@ class ParallelModel:
     context: ContextCut | None
     pipeline: Pipeline | None
     report: Report
+
+    def set_batch(self, sequences: int) -> None:
+        """The next steps take so many sequences, over all ranks: what the experts' auxiliary losses are means over."""
+        for part in self.parts:
+            set_aux_scale(part, 1 / sequences)
 
     def loss_sum(self, batch: TaskBatch) -> Tensor:
         """Sum of the loss over a batch, of text in nats over its valid labels; not under a pipeline."""

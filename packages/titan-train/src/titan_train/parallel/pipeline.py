@@ -74,6 +74,7 @@ class Pipeline:
         keywords: Sequence[str],
         fused_loss: bool,
         config: PipelineConfig,
+        schedule_for: Callable[[int], Schedule],
         gather_each_microbatch: bool,
         rules: Mapping[type[nn.Module], Callable[..., Any]],
     ) -> None:
@@ -88,6 +89,7 @@ class Pipeline:
             keywords: What the stages may take by name.
             fused_loss: The last stage's module is given the labels and returns that sum itself.
             config: Of the pipeline.
+            schedule_for: The schedule for another number of microbatches.
             gather_each_microbatch: Free FSDP's gathered parameters after every pass, not only after the step.
             rules: How modules take part in schedules that split backward; see `titan_pipeline.runtime.TorchStage`.
         """
@@ -110,7 +112,7 @@ class Pipeline:
             )
             for index, part in zip(schedule.stages_of(transport.rank), parts, strict=True)
         ]
-        self._keywords = keywords
+        self._keywords, self._schedule_for = keywords, schedule_for
         wrapped = {  # each stage's parameters, by clean name, as its wrapper names them
             stage.index: {clean_fqn(name): name for name, _ in stage.module.named_parameters(remove_duplicate=False)}
             for stage in stages
@@ -159,11 +161,18 @@ class Pipeline:
         Returns:
             Sum of the loss over this replica's labels, divided by ``num_labels``.
         """
+        self._serve(len(batches))
         return self.executor.step(*_arguments(batches), extras=self._extras(batches), denominator=num_labels).loss
 
     def evaluate(self, batches: Sequence[TaskBatch]) -> float:
-        """Sum of the loss over this replica's labels, without gradients; as many batches as a step has."""
+        """Sum of the loss over this replica's labels, without gradients; as many batches as the full step has."""
+        self._serve(len(batches))
         return self.executor.evaluate(*_arguments(batches), extras=self._extras(batches), denominator=1.0).loss
+
+    def _serve(self, microbatches: int) -> None:
+        """Take the schedule for so many microbatches, which a ramp of the batch changes; collective when it does."""
+        if self.executor.schedule.num_microbatches != microbatches:
+            self.executor.swap(self._schedule_for(microbatches))
 
     def _extras(self, batches: Sequence[TaskBatch]) -> list[dict[str, Any]]:
         return [{**{name: b.keywords.get(name) for name in self._keywords}, "labels": b.target} for b in batches]

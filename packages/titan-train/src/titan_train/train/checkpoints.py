@@ -1,8 +1,10 @@
 """A run's checkpoints: what is in them, when one is refused, and what continues on another number of ranks."""
 
+import contextlib
+import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import titan_fsdp as fsdp
@@ -10,8 +12,11 @@ from titan_ckpt import Checkpointer, LocalShard, NoIntactStepError, TrainState
 from torch import nn
 
 from titan_train.data import DataLoader
+from titan_train.exchange import gather_values
 from titan_train.models import build_model, named_parameters
 from titan_train.optim import Scheduler, check_restored
+from titan_train.optim.average import ema_in_place, mean_over_checkpoints, older_steps, weights_kept
+from titan_train.optim.spikes import Spikes
 from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.tied import tied_to_first
 from titan_train.run_folder import sync_run_folder
@@ -21,15 +26,18 @@ from titan_train.train.observer import ObservedRun
 log = logging.getLogger(__name__)
 
 _COMPRESSION = "compression"
+_SPIKES = "gradient_norms"
 
 
 class Checkpoints:
     """Saves and restores what a run on this rank consists of."""
 
-    def __init__(self, run: ObservedRun, scheduler: Scheduler, loader: DataLoader, inputs: TaskInputs) -> None:
+    def __init__(
+        self, run: ObservedRun, scheduler: Scheduler, loader: DataLoader, inputs: TaskInputs, spikes: Spikes
+    ) -> None:
         config = run.config
         self._run, self._scheduler, self._inputs = run, scheduler, inputs
-        self._rank_state = RankState(loader, config.checkpoint.allow_data_change, run.model.parts)
+        self._rank_state = RankState(loader, config.checkpoint.allow_data_change, run.model.parts, spikes)
         self.checkpointer = Checkpointer(
             run.run_dir / "checkpoints",
             keep_last=config.checkpoint.keep_last or None,
@@ -73,6 +81,41 @@ class Checkpoints:
             sync_run_folder(self._run.run_dir)
         self.checkpointer.save(step, self._state())
 
+    def rewind(self, step: int) -> int | None:
+        """Restore all but the data's position from the newest checkpoint that is not after ``step``. Collective.
+
+        Returns:
+            Its step; None if there is none, and nothing is restored.
+        """
+        saved = [other for other in self._saved() if other <= step]
+        if not saved:
+            return None
+        self.checkpointer.restore(dataclasses.replace(self._state(), data=None), max(saved))
+        return max(saved)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Generator[None]:
+        """A block in which the weights are what ``average.use`` says. Collective where it reads checkpoints."""
+        config, parts = self._run.config.average, self._run.model.parts
+        if config.use == "ema":
+            with ema_in_place(parts, self._run.optimizer):
+                yield
+        elif config.use == "checkpoints":
+            steps = older_steps(self._saved(), self._run.step, config.checkpoints)
+            whole = self._state()
+            state = TrainState(model=parts, shards=whole.shards, tied=whole.tied, rng=False)
+            with weights_kept(parts):
+                mean_over_checkpoints(self.checkpointer, state, steps)
+                yield
+        else:
+            yield
+
+    def _saved(self) -> list[int]:
+        """The steps of all valid checkpoints, as the first rank sees them. Collective."""
+        self.checkpointer.wait()
+        steps = self.checkpointer.steps() if self._run.rank == 0 else []
+        return gather_values(steps)[0] if self._run.mesh is not None else steps
+
     def _load_published(self) -> None:
         from titan_train.train.published_tokenizer import check_tokenizer
         from titan_train.train.warm_start import load_init
@@ -111,21 +154,24 @@ class RankState:
     ``parallel.compress="powersgd"`` each rank also saves its own errors, which continue on the same layout only.
     """
 
-    def __init__(self, loader: DataLoader, allow_change: bool, parts: Sequence[nn.Module]) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader, allow_change: bool, parts: Sequence[nn.Module], spikes: Spikes) -> None:
+        self._loader, self._spikes = loader, spikes
         self._allow_change = allow_change
         self._hooks = [hook for part in parts if (hook := fsdp.gradient_compression(part)) is not None]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data, and the tensors of compression."""
         state: dict[str, Any] = dict(self._loader.state_dict())
+        if norms := self._spikes.state_dict():
+            state[_SPIKES] = norms
         if self._hooks:
             state[_COMPRESSION] = [hook.state_dict() for hook in self._hooks]
         return state
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Continue on as many ranks."""
-        position = {key: value for key, value in state.items() if key != _COMPRESSION}
+        position = {key: value for key, value in state.items() if key not in (_COMPRESSION, _SPIKES)}
+        self._spikes.load_state_dict(state.get(_SPIKES, []))
         self._loader.load_state_dict(position, allow_data_change=self._allow_change)
         saved: list[dict[str, Any]] = state.get(_COMPRESSION, [])
         try:

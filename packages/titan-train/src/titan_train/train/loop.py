@@ -16,6 +16,8 @@ from titan_train.data import DataLoader
 from titan_train.data.loader.source import TaskBatch
 from titan_train.observe.records import ValidationRecord
 from titan_train.optim import Scheduler
+from titan_train.optim.average import has_ema, update_ema
+from titan_train.optim.spikes import Spikes
 from titan_train.parallel.layout.batch import BatchPlan
 from titan_train.task import TaskInputs
 from titan_train.train.checkpoints import Checkpoints
@@ -23,6 +25,8 @@ from titan_train.train.observer import ObservedRun, Observer, Phase, StepInfo, S
 from titan_train.train.process import SaveRequests
 from titan_train.train.step import OptimizerStep
 from titan_train.train.step_random import StepRandom
+
+_MOST_REWINDS = 3
 
 
 class TrainingLoop(ObservedRun):
@@ -36,6 +40,12 @@ class TrainingLoop(ObservedRun):
     _inputs: TaskInputs
     _loader: DataLoader
     _batches: Iterator[TaskBatch] | None = None
+    _sequences = 0
+    _spikes: Spikes
+    _rewinds = 0
+    """How often the run went back since it last came past a spike."""
+    _worst = 0
+    """The latest step at which it did."""
     _random: StepRandom
     _optimizer_step: OptimizerStep
     _checkpoints: Checkpoints
@@ -65,7 +75,10 @@ class TrainingLoop(ObservedRun):
                 around.enter_context(observer.running())
             around.enter_context(self._optimizer_step.frozen_weights)
             while self.step < last:
-                stop, save_asked, save_due = self._train_step().requests
+                result = self._train_step()
+                if result.spike and self._spikes.exhausted and self._leave_spike():
+                    continue
+                stop, save_asked, save_due = result.requests
                 if self._inputs.validation is not None and is_due(self.step, config.validation.every, total):
                     self._validate()
                 save_due |= self.step == total or is_due(self.step, config.checkpoint.every, total)
@@ -92,7 +105,8 @@ class TrainingLoop(ObservedRun):
         started = time.perf_counter()
         with self._phase("data", number):
             self._batches = self._batches or iter(self._loader)
-            batches = list(itertools.islice(self._batches, self.batch_plan.accumulation))
+            sequences = self._loader.global_batch
+            batches = list(itertools.islice(self._batches, self._loader.microbatches_per_step))
         data_wait_s = time.perf_counter() - started
         for observer in self.observers:
             observer.on_batch(number, batches)
@@ -101,10 +115,17 @@ class TrainingLoop(ObservedRun):
         learning_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         layer_norms = is_due(number, self.config.metrics.split_every, self.config.train.steps)
         requests = (self._requests.stop, self._requests.take_save(), self._minutes_due())
+        if sequences != self._sequences:
+            self.model.set_batch(sequences)
+            self._sequences = sequences
         result = self._optimizer_step(batches, requests, layer_norms=layer_norms)
         self.scheduler.step()
         self.step = number
         self.losses.append(result.loss)
+        if self.config.average.ema_decay:
+            due = number % self.config.average.ema_every == 0
+            if due or not has_ema(self.optimizer):
+                update_ema(self.optimizer, self.config.average.ema_decay, due=due)
         if len(self.losses) == 1:  # from this process's first step on, the optimizer has all its state
             self._checkpoints.prepare()
 
@@ -112,6 +133,7 @@ class TrainingLoop(ObservedRun):
             step=number,
             result=result,
             learning_rates=learning_rates,
+            sequences=sequences,
             samples_consumed=batches[-1].samples_consumed,
             data_wait_s=data_wait_s,
             started=started,
@@ -125,6 +147,42 @@ class TrainingLoop(ObservedRun):
             record, sample = self._measure_held_out()
         for observer in self.observers:
             observer.on_validation(record, sample)
+
+    def _leave_spike(self) -> bool:
+        """After many spikes in a row: back to an older checkpoint and on with the data after them, or with them as usual.
+
+        Returns:
+            Whether the run went back.
+
+        Raises:
+            RuntimeError: It went back several times and never came past the first spike.
+        """
+        here, before = self.step, self.step - self._spikes.in_a_row
+        back = self.config.spikes.rewind
+        found = self._checkpoints.rewind(before - back) if back else None
+        self._spikes.forget(norms=found is None)
+        if found is None:
+            self.message(
+                f"step {here}: gradients stay far larger than before step {before}; they count as usual from here on"
+            )
+            self.event("spikes_accepted", since=before)
+            return False
+        self._rewinds = self._rewinds + 1 if here <= self._worst else 1
+        self._worst = max(self._worst, here)
+        if self._rewinds > _MOST_REWINDS:
+            raise RuntimeError(
+                f"gradients were far larger than usual again after going back {_MOST_REWINDS} times, each time with other data: "
+                f"the data of one place is not the reason. Lower optimizer.lr, or raise spikes.sigma above "
+                f"{self.config.spikes.sigma}; the newest checkpoint is that of step {found}."
+            )
+        self.step = found
+        for observer in self.observers:
+            observer.on_rewind(found)
+        self.event("rewound", spikes_from=before + 1, spikes_to=here)
+        self.message(
+            f"gradients of steps {before + 1} to {here} were far too large: back to step {found}, on with later data"
+        )
+        return True
 
     def _minutes_due(self) -> bool:
         """Whether a save by the clock is due; rank 0's clock decides for all."""

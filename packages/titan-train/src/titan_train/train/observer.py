@@ -37,7 +37,7 @@ class StepResult:
     num_labels: int
     """What the loss was divided by, over all ranks: labels, or elements."""
     skipped: bool
-    """Loss or gradient was not finite: nothing was updated."""
+    """Nothing was updated: loss or gradient was not finite, or far larger than usual (`spike`)."""
     requests: tuple[bool, ...]
     """For each request passed in, whether any rank made it."""
     routing: dict[str, float]
@@ -46,6 +46,8 @@ class StepResult:
     """What executing a suspect step again showed; None if it was not."""
     layer_norms: dict[str, float] = field(default_factory=dict[str, float])
     """Norm of the gradient before clipping, by layer; empty unless asked for."""
+    spike: bool = False
+    """The step was left out for its gradient norm, which ``spikes.sigma`` does not allow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +60,8 @@ class StepInfo:
     """Loss, gradient norm, and whether the update was skipped."""
     learning_rates: list[float]
     """What this step used, by parameter group."""
+    sequences: int
+    """Sequences of this step, over all ranks."""
     samples_consumed: int
     """Sequences consumed since the start of training, this step's included."""
     data_wait_s: float
@@ -126,6 +130,9 @@ class Observer:
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
         """A checkpoint of ``step`` was saved; the ranks waited ``seconds`` for it."""
+
+    def on_rewind(self, step: int) -> None:
+        """The run went back to the checkpoint of ``step``, which is restored."""
 
     def on_end(self) -> None:
         """The trainer is closed, also after an error. Other ranks may be gone: do not communicate."""

@@ -38,7 +38,7 @@ def build_observers(
 
 
 class NonFiniteLimit(Observer):
-    """Reports steps that are not finite, and ends the run after too many in a row."""
+    """Reports steps that were left out, and ends the run after too many in a row that are not finite."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -49,7 +49,9 @@ class NonFiniteLimit(Observer):
         if result.rerun is not None:
             self.run.event("rerun", **result.rerun.fields())
             self.run.message(result.rerun.text)
-        if not result.skipped:
+        if result.spike:
+            self.run.event("spike", loss=result.loss, grad_norm=result.grad_norm)
+        if not result.skipped or result.spike:
             self._in_a_row = 0
             return
         self._in_a_row += 1

@@ -37,7 +37,6 @@ class RunLog(Observer):
 
     def __init__(self, config: Config, measure: StepMeasure) -> None:
         self._config, self._measure = config, measure
-        self._tokens = config.train.global_batch * config.model.seq_len
         self._trackers: list[Tracker] = []
         self._progress: TrainProgress | None = None
         self._seconds: dict[str, float] = {}  # by part of a step; waits for the next step that is logged
@@ -74,8 +73,8 @@ class RunLog(Observer):
             self.event("groups", step, learning_rates=info.learning_rates, gradient_norms=result.layer_norms)
         if self._measure.found is not None:
             self._note_split(*self._measure.found)
-        step_s = info.seconds
-        self._throughput.update(self._tokens, step_s)
+        step_s, tokens = info.seconds, info.sequences * self._config.model.seq_len
+        self._throughput.update(tokens, step_s)
         if self._progress is None:
             return
         record = StepRecord(
@@ -83,7 +82,7 @@ class RunLog(Observer):
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=info.learning_rates[0],
-            tokens=self._tokens,
+            tokens=tokens,
             samples_consumed=info.samples_consumed,
             peak_mem_gib=peak_memory_gib(self.run.device),
             data_wait_s=info.data_wait_s,
@@ -110,6 +109,12 @@ class RunLog(Observer):
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
         self.event("checkpoint_saved", step, seconds=round(seconds, 3))
+
+    def on_rewind(self, step: int) -> None:
+        """Steps after ``step`` will be recorded again, with other data."""
+        if self.run.rank == 0:
+            self.on_end()
+            self.open(self.run.run_dir, step)
 
     def on_end(self) -> None:
         if self._progress is not None:

@@ -10,7 +10,8 @@ and steps that may have to be computed again, wait before the update.
 
 With CUDA graphs, forward and backward are one launch (`titan_train.train.graphs`); what comes after them is as without.
 
-A step whose loss or gradient is not finite changes nothing: its gradients are dropped and it is counted.
+A step whose loss or gradient is not finite changes nothing: its gradients are dropped and it is counted. So is one whose
+gradient is far larger than usual, if that is asked for (`titan_train.optim.spikes`).
 """
 
 import itertools
@@ -34,6 +35,7 @@ from titan_train.models.common.moe.balance import (
 )
 from titan_train.observe.timing import StepTimer
 from titan_train.optim.schedule import drop_frozen_gradients
+from titan_train.optim.spikes import Spikes
 from titan_train.optim.update import can_update, update
 from titan_train.train.observer import StepResult
 from titan_train.train.reduce_scope import ReduceScope
@@ -70,6 +72,7 @@ class OptimizerStep:
         scope: ReduceScope,
         device: torch.device,
         timer: StepTimer,
+        spikes: Spikes | None = None,
         rerun_above: float = 0.0,
         cudagraphs: bool = False,
     ) -> None:
@@ -83,10 +86,12 @@ class OptimizerStep:
             scope: Which sums this rank takes part in.
             device: Where the batches are.
             timer: Takes the time of forward, backward and optimizer.
+            spikes: Decides which steps have far too large a gradient; None leaves none out for that.
             rerun_above: Execute a step again whose loss is not finite, or above so many times the last ones' mean; 0 never.
             cudagraphs: Run forward and backward of all micro-batches as one CUDA graph.
         """
         self._timer = timer
+        self._spikes = spikes
         self._rerun = None
         if rerun_above:
             from titan_train.train.rerun import Rerun
@@ -135,6 +140,8 @@ class OptimizerStep:
             run, verdict = self._execute_checked(self._rerun, batches, counts, layer_norms)
         loss, grad_norm, _ = run.figures
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm)) or (verdict is not None and verdict.skips)
+        skipped |= self._spikes is not None and grad_norm > self._spikes.limit
+        spike = self._spikes is not None and self._spikes.note(grad_norm, skipped=skipped)
         routing: dict[str, LayerRouting] = {}
         if self._load is not None:
             routing = end_routing(self._model.parts, self._load, run.load, skip=skipped)
@@ -157,6 +164,7 @@ class OptimizerStep:
             routing_statistics(routing),
             verdict,
             run.layer_norms,
+            spike,
         )
 
     def _execute(self, batches: Sequence[TaskBatch], counts: Tensor, layer_norms: bool) -> Execution:
@@ -180,7 +188,10 @@ class OptimizerStep:
             gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
             updated = self._rerun is None and can_update(self._optimizer, self._device)
             if updated:
-                update(self._optimizer, (~torch.isfinite(torch.stack([sums[0], grad_norm])).all()).float())
+                left_out = ~torch.isfinite(torch.stack([sums[0], grad_norm])).all()
+                if self._spikes is not None:
+                    left_out |= grad_norm > self._spikes.limit
+                update(self._optimizer, left_out.float())
         self._load = summed_routing(self._model.parts, self._scope.tokens_group)
         # the one host sync: until here the host only queued work (of a pipeline, all but its ranks' last meeting)
         values = [

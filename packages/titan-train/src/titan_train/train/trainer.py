@@ -10,9 +10,11 @@ import torch.distributed as dist
 from titan_mesh import Mesh, build
 
 from titan_train.config import Config
+from titan_train.config.ramp import BatchRamp
 from titan_train.data import BatchSource, DataLoader
 from titan_train.observe import ValidationRecord, add_run_info
 from titan_train.optim import build_optimizer, build_scheduler
+from titan_train.optim.spikes import Spikes
 from titan_train.parallel.apply import build_parallel_model
 from titan_train.parallel.describe import describe_layout, describe_options
 from titan_train.parallel.layout.degrees import explain_mode
@@ -110,12 +112,13 @@ class Trainer(TrainingLoop):
         )
         self.optimizer = build_optimizer(self.model.parts, config.optimizer, names=self.model.names)
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
-        self._loader = self._make_loader(self._inputs.train)
-        self._inputs.train.check_samples(config.train.steps * config.train.global_batch)
+        self._loader = self._make_loader(self._inputs.train, plan.batch.ramp)
+        self._inputs.train.check_samples(plan.batch.ramp.consumed_after(config.train.steps))
         self._measure = StepMeasure(config, self.mesh, self.device, self.model.parts)
         self.timer = self._measure.timer
         if self.model.pipeline is not None:
             self.model.pipeline.measure(self.timer, self._measure.meter)
+        self._spikes = Spikes(config.spikes)
         self._optimizer_step = OptimizerStep(
             self.model,
             self.optimizer,
@@ -124,12 +127,13 @@ class Trainer(TrainingLoop):
             scope=self._scope,
             device=self.device,
             timer=self.timer,
+            spikes=self._spikes if config.spikes.sigma else None,
             rerun_above=config.train.rerun_above,
             cudagraphs=config.compile.cudagraphs,
         )
         place = place_of_rank(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
         self._random = StepRandom(config.run.seed, self.device, place)
-        self._checkpoints = Checkpoints(self, self.scheduler, self._loader, self._inputs)
+        self._checkpoints = Checkpoints(self, self.scheduler, self._loader, self._inputs, self._spikes)
         if world_size == 1:
             self._if_alone.callback(self._checkpoints.checkpointer.close)
         self.step = self._checkpoints.restore()
@@ -171,10 +175,12 @@ class Trainer(TrainingLoop):
         for line in describe_options(config, self.model):
             self.message(line)
 
-    def _make_loader(self, dataset: BatchSource, *, steps: int | None = None) -> DataLoader:
+    def _make_loader(
+        self, dataset: BatchSource, ramp: BatchRamp | None = None, *, steps: int | None = None
+    ) -> DataLoader:
         return DataLoader(
             dataset,
-            global_batch=self.batch_plan.global_batch,
+            global_batch=ramp or self.batch_plan.global_batch,
             dp_rank=self.mesh.rank_in("dp") if self.mesh else 0,
             dp_size=self.batch_plan.dp_size,
             microbatch=self.batch_plan.microbatch,
@@ -185,7 +191,10 @@ class Trainer(TrainingLoop):
 
     def _measure_held_out(self) -> tuple[ValidationRecord, str | None]:
         assert self._inputs.validation is not None
-        with self._make_loader(self._inputs.validation, steps=self.config.validation.steps) as loader:
+        with (
+            self._checkpoints.averaged(),
+            self._make_loader(self._inputs.validation, steps=self.config.validation.steps) as loader,
+        ):
             record = validation_loss(
                 self.model,
                 loader,
@@ -195,7 +204,8 @@ class Trainer(TrainingLoop):
                 device=self.device,
                 text_bytes=self._inputs.text_bytes,
             )
-        return record, sample(self._inputs, self.model, self.mesh, self.config.parallel, self.run_dir, self.step)
+            text = sample(self._inputs, self.model, self.mesh, self.config.parallel, self.run_dir, self.step)
+        return record, text
 
     def event(self, kind: str, **fields: object) -> None:
         """Record that something happened at this step; ``fields`` are JSON values. Rank 0 writes."""

@@ -2,7 +2,8 @@
 
 At a step that begins after ``c`` consumed samples, rank d of D takes the global samples
 ``[c + d G / D, c + (d + 1) G / D)`` and cuts them into microbatches in order. Joined over ranks, a step is the samples
-``c .. c + G`` for every D. The state is what the trainer has consumed, never what the thread has made.
+``c .. c + G`` for every D. G may rise with c (`titan_train.config.ramp`). The state is what the trainer has consumed, never what
+the thread has made.
 
 Ranks of one model replica (tensor, context and pipeline parallel) build the same loader with the same ``dp_rank`` and
 read the same samples; nothing is broadcast.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from titan_train.config.ramp import BatchRamp
 from titan_train.data.loader.source import BatchSource, HostMicrobatch
 from titan_train.data.loader.transfer import HostToDevice
 
@@ -36,21 +38,21 @@ _logger = logging.getLogger(__name__)
 class _Plan:
     """Which samples the rank takes, as numbers only: the producer thread must not keep the loader alive."""
 
-    global_batch: int
+    ramp: BatchRamp
     dp_rank: int
     dp_size: int
     microbatch: int
     ignore_index: int
 
-    @property
-    def per_step(self) -> int:
-        return self.global_batch // (self.dp_size * self.microbatch)
+    def per_step(self, samples: int) -> int:
+        return self.ramp.at(samples) // (self.dp_size * self.microbatch)
 
     def build(self, dataset: BatchSource, samples: int, number: int) -> HostMicrobatch:
         """Microbatch ``number`` of the step that begins after ``samples`` samples."""
-        dataset.require(samples + self.global_batch)
-        first = samples + self.dp_rank * (self.global_batch // self.dp_size) + number * self.microbatch
-        done = samples + self.global_batch if number + 1 == self.per_step else samples
+        batch = self.ramp.at(samples)
+        dataset.require(samples + batch)
+        first = samples + self.dp_rank * (batch // self.dp_size) + number * self.microbatch
+        done = samples + batch if number + 1 == self.per_step(samples) else samples
         return dataset.build_batch(
             np.arange(first, first + self.microbatch, dtype=np.int64),
             ignore_index=self.ignore_index,
@@ -63,7 +65,7 @@ class DataLoader:
 
     Args:
         dataset: Where samples come from.
-        global_batch: Samples of one optimizer step over all ranks.
+        global_batch: Samples of one optimizer step over all ranks, or how they rise.
         dp_rank: This rank among the data-parallel ranks.
         dp_size: Number of data-parallel ranks.
         microbatch: Samples of one forward and backward.
@@ -80,7 +82,7 @@ class DataLoader:
         self,
         dataset: BatchSource,
         *,
-        global_batch: int,
+        global_batch: int | BatchRamp,
         dp_rank: int = 0,
         dp_size: int = 1,
         microbatch: int = 1,
@@ -89,14 +91,16 @@ class DataLoader:
         ignore_index: int = -100,
         steps: int | None = None,
     ) -> None:
-        _check_sizes(global_batch, dp_rank, dp_size, microbatch)
+        ramp = BatchRamp((global_batch,)) if isinstance(global_batch, int) else global_batch
+        for size in ramp.sizes:
+            _check_sizes(size, dp_rank, dp_size, microbatch)
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} is below 0. The nearest valid value is 0: no thread.")
         self.dataset = dataset
-        self._plan = _Plan(global_batch, dp_rank, dp_size, microbatch, ignore_index)
+        self._plan = _Plan(ramp, dp_rank, dp_size, microbatch, ignore_index)
         self._prefetch = prefetch
         self._steps = steps
-        self._start = 0  # samples at which this pass began
+        self._made = 0  # steps taken whole in this pass
         self._samples = 0  # samples of completed steps
         self._number = 0  # microbatches taken of the step in progress
         self._transfer = HostToDevice(device, slots=prefetch + 2)
@@ -104,13 +108,13 @@ class DataLoader:
 
     @property
     def global_batch(self) -> int:
-        """Samples of one optimizer step."""
-        return self._plan.global_batch
+        """Samples of the optimizer step in progress, or of the next one."""
+        return self._plan.ramp.at(self._samples)
 
     @property
     def microbatches_per_step(self) -> int:
-        """Microbatches this rank takes in one optimizer step."""
-        return self._plan.per_step
+        """Microbatches that this rank takes in that step."""
+        return self._plan.per_step(self._samples)
 
     @property
     def samples_consumed(self) -> int:
@@ -121,7 +125,7 @@ class DataLoader:
         return self
 
     def __next__(self) -> Any:
-        if self._steps is not None and self._samples - self._start >= self._steps * self._plan.global_batch:
+        if self._steps is not None and self._made >= self._steps:
             self.close()
             raise StopIteration
         if self._prefetch == 0:
@@ -135,8 +139,8 @@ class DataLoader:
             batch = self._producer.take()
         self._transfer.receive(batch)
         self._number += 1
-        if self._number == self._plan.per_step:
-            self._number, self._samples = 0, self._samples + self._plan.global_batch
+        if self._number == self.microbatches_per_step:
+            self._number, self._samples, self._made = 0, self._samples + self.global_batch, self._made + 1
         return batch.batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,23 +174,6 @@ class DataLoader:
         """Start again at sample 0, as a validation pass does."""
         self._go_to(0)
 
-    def set_global_batch(self, global_batch: int) -> None:
-        """Change the batch between two steps; the samples go on without gap or repeat.
-
-        Raises:
-            ValueError: In the middle of a step, or if the size does not fit the ranks.
-        """
-        _check_sizes(global_batch, self._plan.dp_rank, self._plan.dp_size, self._plan.microbatch)
-        if self._number:
-            raise ValueError(
-                f"global_batch={global_batch} was set after {self._number} of {self._plan.per_step} microbatches of a "
-                "step. Set it between two steps."
-            )
-        self.close()
-        self._start = self._samples
-        plan = self._plan
-        self._plan = _Plan(global_batch, plan.dp_rank, plan.dp_size, plan.microbatch, plan.ignore_index)
-
     def close(self) -> None:
         """Stop the thread (within a second) and drop what it made; iterating starts it again where it was."""
         if self._producer is not None:
@@ -203,7 +190,7 @@ class DataLoader:
 
     def _go_to(self, samples: int) -> None:
         self.close()
-        self._start, self._samples, self._number = samples, samples, 0
+        self._samples, self._number, self._made = samples, 0, 0
 
 
 class _Producer:
@@ -271,8 +258,8 @@ def _produce(
         if isinstance(item, BaseException):
             return
         number += 1
-        if number == plan.per_step:
-            number, samples = 0, samples + plan.global_batch
+        if number == plan.per_step(samples):
+            number, samples = 0, samples + plan.ramp.at(samples)
 
 
 def _check_sizes(global_batch: int, dp_rank: int, dp_size: int, microbatch: int) -> None:

@@ -1,10 +1,12 @@
 """How the global batch is divided over ranks and micro-batches."""
 
+import math
 from dataclasses import dataclass
 
 from titan_mesh import Layout
 
 from titan_train.config import Config
+from titan_train.config.ramp import BatchRamp
 
 _MOST_TOKENS = 2**24
 _MOST_MICROBATCHES = 2**16
@@ -23,10 +25,18 @@ class BatchPlan:
     microbatch: int
     """Sequences in one forward and backward of one rank."""
 
+    ramp: BatchRamp
+    """The sequences of each step, which rise to ``global_batch``."""
+
     @property
     def accumulation(self) -> int:
         """Micro-batches of one rank in one optimizer step; a pipeline runs them all in one schedule."""
         return self.global_batch // (self.dp_size * self.microbatch)
+
+    @property
+    def accumulations(self) -> list[int]:
+        """The same of every batch size of the ramp; the last is `accumulation`."""
+        return [size // (self.dp_size * self.microbatch) for size in self.ramp.sizes]
 
 
 def tokens_at_once(plan: BatchPlan, config: Config, layout: Layout) -> int:
@@ -43,7 +53,15 @@ def plan_batch(config: Config, layout: Layout) -> BatchPlan:
     """
     dp_size = layout.spec.dp_replicate * layout.spec.dp_shard
     batch, micro = config.train.global_batch, config.train.microbatch
+    ramp = config.train.ramp(config.model.seq_len)
     unit = dp_size * (micro or 1)
+    for size in ramp.sizes[:-1]:
+        if size % unit and not batch % unit:
+            raise ValueError(
+                f"train.ramp_from={config.train.ramp_from} leads over a batch of {size} sequences, which {dp_size} data-parallel "
+                f"ranks{f' with train.microbatch={micro}' if micro else ''} cannot share evenly: every size must be a multiple "
+                f"of {unit}. Choose train.ramp_from and train.ramp_by so."
+            )
     if batch % unit:
         below, above = batch // unit * unit, (batch // unit + 1) * unit
         near = above if below == 0 or above - batch < batch - below else below
@@ -52,8 +70,8 @@ def plan_batch(config: Config, layout: Layout) -> BatchPlan:
             f"train.global_batch={batch} cannot be cut evenly over {dp_size} data-parallel ranks{per_rank}: it must be a "
             f"multiple of {unit}. The nearest valid choice is {near}."
         )
-    whole_share = 1 if layout.spec.pp > 1 else batch // dp_size
-    plan = BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or whole_share)
+    whole_share = 1 if layout.spec.pp > 1 else math.gcd(*ramp.sizes) // dp_size
+    plan = BatchPlan(global_batch=batch, dp_size=dp_size, microbatch=micro or whole_share, ramp=ramp)
     tokens = tokens_at_once(plan, config, layout)
     if tokens > _MOST_TOKENS:
         raise ValueError(

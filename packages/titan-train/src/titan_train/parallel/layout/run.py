@@ -44,10 +44,10 @@ def plan_run(config: Config, world_size: int, *, device: str = "") -> RunPlan:
 
 
 def plan_pipeline(config: Config, layout: Layout, batch: BatchPlan) -> Schedule | None:
-    """The pipeline's schedule; None without one.
+    """The pipeline's schedule, after a ramp of the batch if there is one; None without a pipeline.
 
     Raises:
-        ValueError: The schedule cannot serve this many ranks and micro-batches.
+        ValueError: The schedule cannot serve this many ranks and micro-batches, of every size of the ramp.
     """
     if layout.spec.pp == 1:
         _check_exists(config.pipeline.schedule)
@@ -57,7 +57,7 @@ def plan_pipeline(config: Config, layout: Layout, batch: BatchPlan) -> Schedule 
             f"parallel.accumulate={config.parallel.accumulate!r} and parallel.pp={layout.spec.pp}: a pipeline always keeps "
             "whole gradients until its schedule ends. Leave it at 'sharded'."
         )
-    return plan_schedule(config.pipeline, pp=layout.spec.pp, microbatches=batch.accumulation)
+    return [plan_schedule(config.pipeline, pp=layout.spec.pp, microbatches=n) for n in batch.accumulations][-1]
 
 
 def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Schedule:

@@ -1,0 +1,161 @@
+"""Averages of the weights over steps: an exponential moving one, and the mean over the newest checkpoints.
+
+Late in training the weights wander around a better point than any of them is; their average is near it, without the decay of the
+learning rate that would also lead there (Polyak averaging; model merging, arXiv:2505.12082). Neither kind changes training.
+
+The moving average is one float32 tensor for each trained parameter, ``ema`` in the optimizer's state of it. So it is sharded,
+saved, and restored on any layout as the optimizer's other moments are. It starts as the weights after the first step of a
+parameter. Cost: 4 bytes a parameter, and one pass over the weights at each update.
+"""
+
+import contextlib
+from collections.abc import Generator, Sequence
+
+import torch
+from titan_ckpt import Checkpointer, TrainState
+from titan_fsdp import reshard
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_train.config.recipe import AverageConfig
+
+EMA = "ema"
+"""Its name in the optimizer's state of a parameter."""
+
+
+@torch.no_grad()
+def update_ema(optimizer: torch.optim.Optimizer, decay: float, *, due: bool = True) -> None:
+    """Move the average towards the weights; call it after a step.
+
+    Args:
+        optimizer: Its state holds the average.
+        decay: What is left of the old average.
+        due: False only starts the average of parameters that have none.
+    """
+    stateless = isinstance(optimizer, torch.optim.SGD)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for parameter in _trained(optimizer):
+        # AdamW makes its state at a parameter's first step, and would take this for it
+        if not (optimizer.state.get(parameter) or stateless):
+            continue
+        state = optimizer.state[parameter]
+        if EMA not in state:
+            state[EMA] = parameter.detach().float().clone()
+        elif due:
+            pairs.append((_local(state[EMA]), _local(parameter)))
+    for average, weight in pairs:
+        average.lerp_(weight.to(average.dtype), 1 - decay)
+
+
+def has_ema(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any parameter has a moving average."""
+    return any(EMA in optimizer.state.get(parameter, {}) for parameter in _trained(optimizer))
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def ema_in_place(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """A block in which the weights are their moving average; they get their bits back after it."""
+    averages = {
+        parameter: optimizer.state[parameter][EMA]
+        for parameter in _trained(optimizer)
+        if EMA in optimizer.state.get(parameter, {})
+    }
+    with weights_kept(parts):
+        for parameter, average in averages.items():
+            _local(parameter).copy_(_local(average))
+        yield
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def weights_kept(parts: Sequence[nn.Module]) -> Generator[None]:
+    """A block that may write to weights and buffers; they get their bits back after it. Holds a second copy meanwhile."""
+    _reshard(parts)
+    tensors = _tensors(parts)
+    kept = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        _reshard(parts)
+        for tensor, value in zip(tensors, kept, strict=True):
+            tensor.copy_(value)
+
+
+@torch.no_grad()
+def mean_over_checkpoints(checkpointer: Checkpointer, state: TrainState, steps: Sequence[int]) -> None:
+    """Turn the weights that a model has into their mean with those of older checkpoints. Collective.
+
+    Args:
+        checkpointer: Of the run.
+        state: ``model``, ``shards`` and ``tied`` alone; buffers keep their values.
+        steps: The checkpoints; none leaves the weights as they are.
+    """
+    assert state.model is not None
+    parts = [state.model] if isinstance(state.model, nn.Module) else list(state.model)
+    weights = [_local(p) for part in parts for p in part.parameters()]
+    buffers = [_local(b) for part in parts for b in part.buffers()]
+    kept = [b.clone() for b in buffers]
+    means = [w.detach().float().clone() for w in weights]
+    for count, step in enumerate(steps, 2):
+        checkpointer.restore(state, step)
+        for mean, weight in zip(means, weights, strict=True):
+            mean.lerp_(weight.float(), 1 / count)
+    for weight, mean in zip(weights, means, strict=True):
+        weight.copy_(mean)
+    for buffer, value in zip(buffers, kept, strict=True):
+        buffer.copy_(value)
+
+
+def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: AverageConfig, step: int | None) -> int:
+    """Restore a model for use after training, as ``average.use`` asks. Collective.
+
+    Args:
+        checkpointer: Of the run.
+        state: ``model`` and ``shards`` alone.
+        config: The run's.
+        step: None takes the newest valid checkpoint.
+
+    Returns:
+        The checkpoint's step.
+    """
+    found = checkpointer.restore(state, "latest" if step is None else step)
+    if config.use == "checkpoints":
+        mean_over_checkpoints(checkpointer, state, older_steps(checkpointer.steps(), found, config.checkpoints))
+    elif config.use == "ema":
+        assert isinstance(state.model, nn.Module)
+        holder = torch.optim.SGD(state.model.parameters())
+        only = TrainState(
+            model=state.model, optim=holder, own_settings=True, optim_keys=(EMA,), shards=state.shards, rng=False
+        )
+        checkpointer.restore(only, found)
+        with torch.no_grad():
+            for parameter, held in holder.state.items():
+                if EMA in held:
+                    parameter.copy_(held[EMA])
+    return found
+
+
+def older_steps(saved: Sequence[int], step: int, count: int) -> list[int]:
+    """The checkpoints before ``step`` that are averaged with it, newest first."""
+    return sorted((other for other in saved if other < step), reverse=True)[: count - 1]
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _tensors(parts: Sequence[nn.Module]) -> list[Tensor]:
+    every = [*(p for part in parts for p in part.parameters()), *(b for part in parts for b in part.buffers())]
+    return [_local(tensor) for tensor in every]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _reshard(parts: Sequence[nn.Module]) -> None:
+    """Drop whole weights that FSDP may still hold from the last forward: the shards are about to change."""
+    for part in parts:
+        reshard(part)

@@ -1,0 +1,125 @@
+"""Averages in validation, generation and export; and a run that goes back after a spike."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import tiny_run, write_text
+from titan_train import Trainer, load_run
+from titan_train.export.run import export_run
+from titan_train.train.observer import Observer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("averages")
+    write_text(folder)
+    return folder
+
+
+class Validations(Observer):
+    def __init__(self):
+        self.losses = {}
+
+    def on_validation(self, record, sample):
+        self.losses[record.step] = record.loss
+
+
+def configured(folder, name, **sections):
+    held_out = {"name": "held-out", "kind": "text", "paths": [str(folder / "text.txt")]}
+    return tiny_run(folder, name, data={"validation_sources": [held_out]}, **sections)
+
+
+def weights_of(run_dir, step=None):
+    return {name: p.clone() for name, p in load_run(run_dir, step=step, device="cpu").model.named_parameters()}
+
+
+def validate_with(folder, name, weights):
+    """The validation loss of these weights, by a run that trains nothing."""
+    sections = {"validation": {"every": 1, "steps": 2, "sample_tokens": 0}, "train": {"steps": 2, "global_batch": 4}}
+    with Trainer(configured(folder, name, **sections)) as trainer, torch.no_grad():
+        for key, parameter in trainer.model.parts[0].named_parameters():
+            parameter.copy_(weights[key])
+        return trainer._measure_held_out()[0].loss
+
+
+def test_validation_generation_and_export_take_the_average_that_one_setting_names(folder):
+    seen = Validations()
+    config = configured(
+        folder, "ema",
+        train={"steps": 6, "global_batch": 4}, checkpoint={"every": 2}, optimizer={"lr": 1e-2},
+        validation={"every": 6, "steps": 2, "sample_tokens": 0}, average={"ema_decay": 0.6, "use": "ema"},
+    )  # fmt: skip
+    with Trainer(config, callbacks=[seen]) as trainer:
+        trainer.fit()
+        plain = {name: p.detach().clone() for name, p in trainer.model.parts[0].named_parameters()}
+        state, run_dir = trainer.optimizer.state, trainer.run_dir
+        averages = {name: state[p]["ema"].clone() for name, p in trainer.model.parts[0].named_parameters()}
+    loaded = weights_of(run_dir)
+    assert all(torch.equal(loaded[name], averages[name]) for name in averages)
+    assert not any(torch.equal(loaded[name], plain[name]) for name in averages)
+    assert seen.losses[6] == pytest.approx(validate_with(folder, "check", averages), abs=1e-7)
+    assert seen.losses[6] != pytest.approx(validate_with(folder, "check-plain", plain), abs=1e-5)
+
+    export_run(run_dir, folder / "hf", dtype="fp32")  # its gate compares with the run's model
+    exported = load_file(folder / "hf" / "model.safetensors")
+    torch.testing.assert_close(exported["model.embed_tokens.weight"], averages["tok_embeddings.weight"])
+
+
+def test_the_mean_over_the_newest_checkpoints_is_what_is_loaded_and_validated(folder):
+    seen = Validations()
+    sections = {
+        "train": {"steps": 6, "global_batch": 4},
+        "checkpoint": {"every": 2, "keep_last": 0},
+        "validation": {"every": 2, "steps": 2, "sample_tokens": 0},
+    }
+    with Trainer(configured(folder, "plain", **sections)) as trainer:
+        trainer.fit()
+        plain = trainer.run_dir
+    average = {"use": "checkpoints", "checkpoints": 2}
+    with Trainer(configured(folder, "mean", average=average, **sections), callbacks=[seen]) as trainer:
+        trainer.fit()
+        averaged = trainer.run_dir
+    each = [weights_of(plain, step) for step in (2, 4, 6)]
+    for step, parts in ((2, each[:1]), (4, each[:2]), (6, each[1:])):
+        mean = {name: torch.stack([part[name] for part in parts]).mean(0) for name in each[0]}
+        found = weights_of(averaged, step)
+        for name, value in mean.items():
+            torch.testing.assert_close(found[name], value, atol=1e-7, rtol=0)
+        # training itself does not see the mean
+        assert seen.losses[step] == pytest.approx(validate_with(folder, f"check-{step}", mean), abs=1e-6)
+
+
+def test_after_many_spikes_a_run_goes_back_and_on_with_later_data(folder):
+    class Spike(Observer):
+        """Makes the gradients of the steps on some samples far too large."""
+
+        def on_batch(self, step, batches):
+            self.steps = [*getattr(self, "steps", []), (step, batches[-1].samples_consumed)]
+            poisoned = batches[-1].samples_consumed in (28, 32)
+            with torch.no_grad():
+                self.run.model.parts[0].lm_head.weight.mul_(1e3 if poisoned else 1.0)
+                self.poisoned = poisoned
+
+        def on_step(self, info):
+            assert info.result.spike == self.poisoned
+            if self.poisoned:
+                with torch.no_grad():
+                    self.run.model.parts[0].lm_head.weight.mul_(1e-3)
+
+    spike = Spike()
+    config = configured(
+        folder, "spikes", train={"steps": 9, "global_batch": 4}, checkpoint={"every": 2, "keep_last": 0},
+        spikes={"sigma": 20.0, "window": 3, "most": 2, "rewind": 1},
+    )  # fmt: skip
+    with Trainer(config, callbacks=[spike]) as trainer:
+        trainer.fit()
+        run_dir = trainer.run_dir
+    # steps 7 and 8 are left out; back to step 4, the newest that is one older than step 6, and on after sample 32
+    assert spike.steps == [(n, 4 * n) for n in range(1, 9)] + [(n, 32 + 4 * (n - 4)) for n in range(5, 10)]
+    lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 10))
+    (event,) = [line for line in lines if line.get("event") == "rewound"]
+    assert (event["step"], event["spikes_from"], event["spikes_to"]) == (4, 7, 8)
