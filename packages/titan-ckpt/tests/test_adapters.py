@@ -1,7 +1,5 @@
-"""The adapters in ``examples/``: a run that is stopped and resumed goes on as one that was not, bitwise."""
+"""`titan_ckpt.integrations`: a run that is stopped and resumed goes on as one that was not, bitwise."""
 
-import importlib
-import sys
 import warnings
 from pathlib import Path
 
@@ -9,31 +7,6 @@ import pytest
 import torch
 from titan_ckpt import Checkpointer
 from torch import nn
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-@pytest.fixture(autouse=True)
-def _examples(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
-
-
-def lines_of(name: str) -> int:
-    """Lines of code: no blank ones, comments or docstrings."""
-    import ast
-
-    text = (EXAMPLES / f"{name}.py").read_text()
-    docs = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docs |= set(range(node.lineno, node.end_lineno + 1))
-    lines = [n for n, line in enumerate(text.splitlines(), 1) if line.strip() and not line.strip().startswith("#")]
-    return len(set(lines) - docs)
-
-
-@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "lightning_plugin"])
-def test_an_adapter_has_at_most_thirty_lines(name):
-    assert lines_of(name) <= 30
 
 
 class Net(nn.Module):
@@ -68,8 +41,8 @@ def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 
 def train_hf(root: Path, steps: int, resume: str | None = None) -> list[torch.Tensor]:
     import transformers
+    from titan_ckpt.integrations.transformers import TitanTrainer
 
-    adapter = importlib.import_module("hf_trainer")
     args = transformers.TrainingArguments(
         output_dir=str(root), max_steps=10, per_device_train_batch_size=4, save_steps=4, save_total_limit=3,
         logging_strategy="no", report_to=[], use_cpu=True, seed=1, learning_rate=1e-2, disable_tqdm=True,
@@ -80,7 +53,7 @@ def train_hf(root: Path, steps: int, resume: str | None = None) -> list[torch.Te
             control.should_training_stop |= state.global_step >= steps
 
     net = model()
-    trainer = adapter.TitanTrainer(net, args, train_dataset=rows(), callbacks=[Stop()])
+    trainer = TitanTrainer(net, args, train_dataset=rows(), callbacks=[Stop()])
     trainer.train(resume_from_checkpoint=resume)
     return weights(net)
 
@@ -100,8 +73,8 @@ def test_a_transformers_trainer_resumes_bitwise(tmp_path):
 
 def train_accelerate(root: Path, steps: int) -> list[torch.Tensor]:
     import accelerate
+    from titan_ckpt.integrations.accelerate import AccelerateCheckpoint
 
-    adapter = importlib.import_module("accelerate_loop")
     accelerator = accelerate.Accelerator(cpu=True)
     net = model()
     optim = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -109,7 +82,7 @@ def train_accelerate(root: Path, steps: int) -> list[torch.Tensor]:
     # a generator of its own: beginning to read draws from it, not from dropout's
     loader = torch.utils.data.DataLoader(rows(), batch_size=4, generator=torch.Generator())
     net, optim, sched, loader = accelerator.prepare(net, optim, sched, loader)
-    checkpoint = adapter.AccelerateCheckpoint(accelerator, root, keep_last=2)
+    checkpoint = AccelerateCheckpoint(accelerator, root, keep_last=2)
     done = checkpoint.restore()
     for step, batch in enumerate(accelerator.skip_first_batches(loader, checkpoint.counts["batches"]), done + 1):
         accelerator.backward(net(**batch)["loss"])
@@ -135,8 +108,7 @@ def test_an_accelerate_loop_resumes_bitwise(tmp_path):
 def train_lightning(root: Path, epochs: int, resume: str | None = None) -> list[torch.Tensor]:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
-
-    adapter = importlib.import_module("lightning_plugin")
+    from titan_ckpt.integrations.lightning import TitanIO
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -152,7 +124,7 @@ def train_lightning(root: Path, epochs: int, resume: str | None = None) -> list[
 
     saver = ModelCheckpoint(dirpath=root, save_top_k=-1, filename="{epoch}")
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, logger=False, callbacks=[saver], plugins=[adapter.TitanIO()],
+        max_epochs=epochs, accelerator="cpu", devices=1, logger=False, callbacks=[saver], plugins=[TitanIO()],
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=root,
     )  # fmt: skip
     module = Module()
