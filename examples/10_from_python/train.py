@@ -2,8 +2,8 @@
 
 from titan_train import Trainer, load_config, load_run
 
-settings = ["--train.steps", "8", "--launch.device", "cpu", "--metrics.progress", "lines"]
-config = load_config("debug", settings)
+settings = {"train.steps": 8, "launch.device": "cpu", "metrics.progress": "lines"}
+config = load_config("debug", **settings)
 
 with Trainer(config) as trainer:  # resumes if the run's folder holds a checkpoint
     trainer.fit()

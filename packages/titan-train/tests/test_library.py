@@ -15,7 +15,12 @@ def python(code, **options):
 @pytest.mark.parametrize("name", titan_train.__all__)
 def test_every_public_name_is_there(name):
     assert getattr(titan_train, name) is not None
-    assert name in dir(titan_train)
+
+
+def test_dir_is_the_api_and_nothing_else():
+    code = "import titan_train, titan_train.config.load; assert dir(titan_train) == sorted(titan_train.__all__), dir(titan_train)"
+    done = python(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -47,3 +52,12 @@ def test_the_example_is_fifteen_lines_that_the_readme_quotes():
     lines = (EXAMPLE / "train.py").read_text().splitlines()
     assert len(lines) <= 15
     assert "\n".join(lines[2:]) in (EXAMPLE / "README.md").read_text()
+
+
+def test_the_example_with_parts_of_its_own_trains(tmp_path):
+    done = subprocess.run(
+        [sys.executable, EXAMPLE / "own_parts.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 8: loss" in done.stdout
+    assert "saved step 8" in done.stdout

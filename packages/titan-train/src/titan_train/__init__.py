@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from titan_train.models import Family, build_model, register_family
     from titan_train.task import Task, TaskInputs, register_task
     from titan_train.train import Trainer
+    from titan_train.train.observer import Observer, StepInfo
     from titan_train.trust import use_code
 
     __version__: str
@@ -32,7 +33,9 @@ __all__ = [
     "Config",
     "Family",
     "LoadedRun",
+    "Observer",
     "Sampling",
+    "StepInfo",
     "Task",
     "TaskBatch",
     "TaskInputs",
@@ -67,4 +70,4 @@ def _installed_version() -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -57,7 +57,7 @@ class Inputs:
 
     def keep(self, run_dir: Path) -> None:
         """Keep the tokenizer."""
-        save_tokenizer(run_dir, self)
+        save_tokenizer(run_dir, self.tokenizer, self.template)
 
     def text_bytes(self, batch: Any) -> "Tensor":
         """UTF-8 bytes of the labels that count."""
@@ -104,11 +104,11 @@ def open_inputs(config: Config) -> Inputs:
     return Inputs(tokenizer, template, train, validation, LabelBytes(tokenizer))
 
 
-def save_tokenizer(run_dir: Path, inputs: Inputs) -> None:
+def save_tokenizer(run_dir: Path, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
     """Keep the tokenizer and its chat template in the run's folder, so that the run can be used where its sources are not."""
-    folder = inputs.tokenizer.save(run_dir / TOKENIZER_FOLDER)
-    if inputs.template is not None:
-        write_atomic(folder / TEMPLATE_NAME, inputs.template.source)
+    folder = tokenizer.save(run_dir / TOKENIZER_FOLDER)
+    if template is not None:
+        write_atomic(folder / TEMPLATE_NAME, template.source)
 
 
 def load_saved_tokenizer(run_dir: Path, config: Config) -> tuple[Tokenizer, ChatTemplate | None]:

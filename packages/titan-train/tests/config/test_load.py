@@ -1,5 +1,7 @@
 import dataclasses
+import re
 import time
+from pathlib import Path
 
 import pytest
 from titan_train.config import Config, ConfigError, dump_config, list_configs, load_config, parse_config
@@ -317,3 +319,26 @@ def test_a_backend_that_torch_does_not_know_is_refused_with_the_nearest():
         check_backend("aot_eagre")
     for backend in ("inductor", "eager", "aot_eager"):
         check_backend(backend)
+
+
+def test_keywords_of_a_program_set_sections_and_single_settings():
+    given = load_config(
+        "debug", ["--train.steps", "5"], train={"steps": 8}, **{"data.sources.0.weight": 2.0, "run.dir": Path("a")}
+    )
+    typed = load_config("debug", ["--train.steps", "8", "--data.sources.0.weight", "2.0", "--run.dir", "a"])
+    assert given == typed
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"trian": {"steps": 3}}, "trian: unknown setting. Did you mean 'train'"),
+        ({"train.stepz": 3}, "Did you mean 'train.steps'"),
+        ({"train": {"step": 8}}, "train.step: unknown key; did you mean train.steps"),
+        ({"train": {"steps": "8"}}, "must be an integer"),
+        ({"train": 8}, "train = 8: must be a table"),
+    ],
+)
+def test_a_keyword_that_cannot_work_names_the_setting(settings, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_config("debug", **settings)

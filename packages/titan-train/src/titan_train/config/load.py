@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error
 from titan_train.config.published import with_published
 from titan_train.config.schema import Config
-from titan_train.config.words import Setting, merge_settings, read_words
+from titan_train.config.words import Setting, merge_settings, read_keywords, read_words
 from titan_train.files import read_toml
 from titan_train.values import nearest_name
 
@@ -33,8 +33,13 @@ def load_config(
     *,
     also: Sequence[str] = (),
     note: Callable[[str], None] | None = None,
+    **settings: Any,
 ) -> Config:
-    """Load a configuration file and apply command-line settings.
+    """Load a configuration file and apply settings, as words of a command line or as keywords.
+
+    >>> load_config("debug", ["--train.steps", "8"])
+    >>> load_config("debug", train={"steps": 8}, optimizer={"lr": 1e-3})
+    >>> load_config("debug", **{"train.steps": 8, "data.sources.0.weight": 2.0})
 
     Args:
         name_or_path: A path to a ``.toml`` file, or the name of a shipped configuration (`list_configs`).
@@ -42,6 +47,8 @@ def load_config(
             the parallel degrees at once. `titan_train.config.words` shows all forms.
         also: Options that the calling command has besides settings, for the hint after a misspelt one.
         note: Called with one line that says what `model.init` has set.
+        settings: A section as a table of its keys, or one setting by its dotted name; over ``overrides``. Paths may be
+            `pathlib.Path`, lists may be tuples.
 
     Raises:
         ConfigError: The file is missing or malformed, a key is unknown, or a value cannot work.
@@ -50,15 +57,15 @@ def load_config(
     tree = _read(path, seen=())
     if isinstance(run := tree.setdefault("run", {}), dict):
         typing.cast("dict[str, Any]", run).setdefault("name", path.stem)
-    settings = read_words(overrides, Config, also) if overrides else []
-    merged = merge_settings(tree, settings, _defaults()) if overrides else tree
+    given = [*read_words(overrides, Config, also), *read_keywords(settings, Config)]
+    merged = merge_settings(tree, given, _defaults()) if given else tree
     merged, taken = with_published(merged)
     if taken and note is not None:
         note(taken)
     try:
         return parse_config(merged, source=name_or_path)
     except ConfigError as err:
-        raise _as_typed(err, settings) from None
+        raise _as_typed(err, given) from None
 
 
 def parse_config(tree: dict[str, Any], source: str = "config") -> Config:

@@ -14,11 +14,12 @@ by the type of the setting, and nothing is validated here: the tree joins the fi
 """
 
 import dataclasses
+import os
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from titan_mesh import MeshSpec
 
 from titan_train.config.errors import ConfigError, describe_unknown_option
 from titan_train.terminal import shortened
+from titan_train.values import did_you_mean
 
 _INT = re.compile(r"[+-]?\d+(_\d+)*")
 _DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -81,6 +83,40 @@ def read_words(words: Sequence[str], schema: type, also: Sequence[str] = ()) -> 
             continue
         found.append(Setting(option, path, _value(option, values, hint)))
     return found
+
+
+def read_keywords(settings: Mapping[str, Any], schema: type) -> list[Setting]:
+    """Read settings that a program gives: ``{"train": {"steps": 20}}`` or ``{"train.steps": 20}``.
+
+    Raises:
+        ConfigError: A setting that does not exist.
+    """
+    found: list[Setting] = []
+    for name, value in settings.items():
+        path, hint = _resolve(name.split("."), schema)
+        if hint is None:
+            known = [
+                *(f.name for f in dataclasses.fields(schema)),
+                *(".".join(keys) for keys, _, _ in settings_of(schema)),
+            ]
+            raise ConfigError("keywords", [f"{name}: unknown setting. {did_you_mean(name, known)}".strip()])
+        if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+            inner = typing.cast("Mapping[str, Any]", value)
+            found += [Setting(f"{name}.{key}", (*path, *key.split(".")), _plain(one)) for key, one in inner.items()]
+        else:
+            found.append(Setting(name, path, _plain(value)))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A program's value as TOML would give it."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(typing.cast("os.PathLike[str]", value))
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in typing.cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in typing.cast("Sequence[Any]", value)]
+    return value
 
 
 def merge_settings(tree: dict[str, Any], settings: Sequence[Setting], defaults: dict[str, Any]) -> dict[str, Any]:

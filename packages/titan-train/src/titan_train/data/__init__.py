@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from titan_train.data.build import build_datasets, check_sources, open_datasets, prepare
     from titan_train.data.loader.batch import Batch
     from titan_train.data.loader.data_loader import DataLoader
+    from titan_train.data.loader.iterated import IteratedBatches
     from titan_train.data.loader.packed import PackedDataset, SampleLocation
     from titan_train.data.loader.source import BatchSource, HostMicrobatch, TensorBatch
     from titan_train.data.progress import PrepareProgress, ProgressCallback, show_progress
@@ -37,6 +38,7 @@ __all__ = [
     "BatchSource",
     "DataLoader",
     "HostMicrobatch",
+    "IteratedBatches",
     "MalformedInputError",
     "MegatronTokens",
     "PackedDataset",

@@ -1,6 +1,6 @@
 """Build the optimizer of a run, and check what a checkpoint restored into it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,11 @@ _KINDS = {"exp_avg": "adamw", "momentum_buffer": "sgd"}
 
 
 def build_optimizer(
-    model: nn.Module | Sequence[nn.Module], config: OptimizerConfig, *, names: ParameterNames | None = None
+    model: nn.Module | Sequence[nn.Module],
+    config: OptimizerConfig,
+    *,
+    names: ParameterNames | None = None,
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer over a model's trainable parameters.
 
@@ -26,6 +30,7 @@ def build_optimizer(
             that this rank has (pipeline stages).
         config: Kind, hyperparameters, and exceptions by pattern.
         names: The whole model's, where ``model`` is part of one: a pattern may be for a parameter that another rank has.
+        make: Builds an optimizer of yours from the groups; None builds ``config.name``.
 
     Returns:
         An optimizer whose groups carry ``lr`` (already scaled), ``weight_decay`` and ``param_names``, the clean names
@@ -48,6 +53,8 @@ def build_optimizer(
         }
         for group in groups
     ]
+    if make is not None:
+        return make(param_groups)
     parameters = [p for group in groups for p in group.parameters]
     takes = all(p.device.type in _FUSED_DEVICES for p in parameters)
     takes = takes and (config.name == "adamw" or not any(is_dtensor(p) for p in parameters))

@@ -11,7 +11,7 @@ import titan_fsdp as fsdp
 from titan_ckpt import Checkpointer, LocalShard, NoIntactStepError, TrainState
 from torch import nn
 
-from titan_train.data import DataLoader
+from titan_train.data.loader.iterated import Loader
 from titan_train.exchange import gather_values
 from titan_train.models import build_model, named_parameters
 from titan_train.optim import Scheduler, check_restored
@@ -33,9 +33,18 @@ class Checkpoints:
     """Saves and restores what a run on this rank consists of."""
 
     def __init__(
-        self, run: ObservedRun, scheduler: Scheduler, loader: DataLoader, inputs: TaskInputs, spikes: Spikes
+        self,
+        run: ObservedRun,
+        scheduler: Scheduler,
+        loader: Loader,
+        inputs: TaskInputs,
+        spikes: Spikes,
+        *,
+        own_optimizer: bool = False,
     ) -> None:
+        """Nothing is read yet; ``own_optimizer``: not built by ``optimizer.name``."""
         config = run.config
+        self._own_optimizer = own_optimizer
         self._run, self._scheduler, self._inputs = run, scheduler, inputs
         self._rank_state = RankState(loader, config.checkpoint.allow_data_change, run.model.parts, spikes)
         self.checkpointer = Checkpointer(
@@ -65,9 +74,9 @@ class Checkpoints:
                 f"{err}\nThe same command cannot continue. Bring one of these folders back from a copy, or choose another "
                 "run.name to begin again. `titan-ckpt verify` on the folder lists every damaged place."
             ) from None
-        if step:
+        if step and not self._own_optimizer:
             check_restored(self._run.optimizer, self._run.config.optimizer.name)
-        elif self._run.config.model.init:
+        if not step and self._run.config.model.init:
             self._load_published()
         return step
 
@@ -154,7 +163,7 @@ class RankState:
     ``parallel.compress="powersgd"`` each rank also saves its own errors, which continue on the same layout only.
     """
 
-    def __init__(self, loader: DataLoader, allow_change: bool, parts: Sequence[nn.Module], spikes: Spikes) -> None:
+    def __init__(self, loader: Loader, allow_change: bool, parts: Sequence[nn.Module], spikes: Spikes) -> None:
         self._loader, self._spikes = loader, spikes
         self._allow_change = allow_change
         self._hooks = [hook for part in parts if (hook := fsdp.gradient_compression(part)) is not None]

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Generator, Iterator, Sequence
 
-from titan_train.data import DataLoader
+from titan_train.data.loader.iterated import Loader
 from titan_train.data.loader.source import TaskBatch
 from titan_train.observe.records import ValidationRecord
 from titan_train.optim import Scheduler
@@ -38,7 +38,7 @@ class TrainingLoop(ObservedRun):
     batch_plan: BatchPlan
     observers: Sequence[Observer]
     _inputs: TaskInputs
-    _loader: DataLoader
+    _loader: Loader
     _batches: Iterator[TaskBatch] | None = None
     _sequences = 0
     _spikes: Spikes

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import gc
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,7 +12,8 @@ from titan_mesh import Mesh, build
 
 from titan_train.config import Config
 from titan_train.config.ramp import BatchRamp
-from titan_train.data import BatchSource, DataLoader
+from titan_train.data import DataLoader
+from titan_train.data.loader.iterated import Loader
 from titan_train.observe import ValidationRecord, add_run_info
 from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.optim.spikes import Spikes
@@ -22,6 +24,7 @@ from titan_train.parallel.layout.run import RunPlan, plan_run
 from titan_train.run_folder import keep_model, run_folder, take_effect, with_kept_model
 from titan_train.task import Task, TaskInputs, load_task
 from titan_train.train.checkpoints import Checkpoints
+from titan_train.train.given import Batches, GivenInputs, Loss, MakeOptimizer, build_loader, make_optimizer, with_loss
 from titan_train.train.loop import TrainingLoop
 from titan_train.train.measure import StepMeasure, drop_outdated
 from titan_train.train.observer import Observer
@@ -49,6 +52,10 @@ class Trainer(TrainingLoop):
         monitor: Observer | None = None,
         *,
         task: Task | None = None,
+        data: Batches | None = None,
+        validation_data: Batches | None = None,
+        loss: Loss | None = None,
+        optimizer: MakeOptimizer | None = None,
         callbacks: Sequence[Observer] = (),
     ) -> None:
         """Build everything and resume from the run's last valid checkpoint, if it has one.
@@ -61,6 +68,13 @@ class Trainer(TrainingLoop):
             run_dir: The run's folder; the default is ``run.dir/run.name``.
             monitor: What a launcher watches the run with; None for a run without a launcher.
             task: What the model is trained on; None takes the configuration's.
+            data: What is trained on, in place of ``data.sources``: a `BatchSource`, or this rank's microbatches in order, as
+                `titan_train.data.IteratedBatches` describes them.
+            validation_data: What is validated on, if ``data`` is given: the same kinds; it must iterate anew each time.
+            loss: In place of the task's: from the model's output and the batch's target (of text: logits ``[B, S, V]`` and next
+                tokens ``[B, S]``, -100 where none is learned) to the sum over labels. Not under tensor parallelism.
+            optimizer: In place of ``optimizer.name``: from parameter groups, with ``lr`` and ``weight_decay``, to an optimizer.
+                The schedule scales the ``lr`` that its groups have.
             callbacks: Observers of your own, called after the run's; on every rank the same.
 
         Raises:
@@ -70,6 +84,14 @@ class Trainer(TrainingLoop):
         self._as_given = config
         self.config = config = with_kept_model(config, self.run_dir)
         self.task = task or load_task(config)
+        if validation_data is not None and data is None:
+            raise ValueError(
+                "validation_data was given without data: the configuration's sources have their own. Give both."
+            )
+        self._data, self._validation_data, self._make_optimizer = data, validation_data, optimizer
+        if loss is not None:
+            config, self.task = with_loss(config, self.task, loss)
+            self.config = config
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.device = set_up_process(config)
@@ -86,7 +108,7 @@ class Trainer(TrainingLoop):
                 self._if_alone.callback(self.mesh.close, barrier=False)
         self._closed = False
         try:
-            if monitor is None and world_size == 1:  # no launcher has prepared the inputs
+            if data is None and monitor is None and world_size == 1:  # no launcher has prepared the inputs
                 self.task.prepare(config)
             self._build(config, plan, world_size)
             self.log = RunLog(config, self._measure)
@@ -99,7 +121,10 @@ class Trainer(TrainingLoop):
     def _build(self, config: Config, plan: RunPlan, world_size: int) -> None:
         """What trains: data, model, optimizer and step, and the state that they resume from."""
         self._scope = ReduceScope.of(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
-        self._inputs: TaskInputs = self.task.open(config)
+        if self._data is None:
+            self._inputs: TaskInputs = self.task.open(config)
+        else:
+            self._inputs = GivenInputs(config, self.task, self._data, self._validation_data)
         self.model = build_parallel_model(
             config,
             layout=plan.layout,
@@ -110,10 +135,12 @@ class Trainer(TrainingLoop):
             device=self.device,
             task=self.task,
         )
-        self.optimizer = build_optimizer(self.model.parts, config.optimizer, names=self.model.names)
+        make = self._make_optimizer and partial(make_optimizer, self._make_optimizer)
+        self.optimizer = build_optimizer(self.model.parts, config.optimizer, names=self.model.names, make=make)
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
         self._loader = self._make_loader(self._inputs.train, plan.batch.ramp)
-        self._inputs.train.check_samples(plan.batch.ramp.consumed_after(config.train.steps))
+        if isinstance(self._loader, DataLoader):
+            self._inputs.train.check_samples(plan.batch.ramp.consumed_after(config.train.steps))
         self._measure = StepMeasure(config, self.mesh, self.device, self.model.parts)
         self.timer = self._measure.timer
         if self.model.pipeline is not None:
@@ -133,7 +160,14 @@ class Trainer(TrainingLoop):
         )
         place = place_of_rank(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
         self._random = StepRandom(config.run.seed, self.device, place)
-        self._checkpoints = Checkpoints(self, self.scheduler, self._loader, self._inputs, self._spikes)
+        self._checkpoints = Checkpoints(
+            self,
+            self.scheduler,
+            self._loader,
+            self._inputs,
+            self._spikes,
+            own_optimizer=self._make_optimizer is not None,
+        )
         if world_size == 1:
             self._if_alone.callback(self._checkpoints.checkpointer.close)
         self.step = self._checkpoints.restore()
@@ -175,19 +209,11 @@ class Trainer(TrainingLoop):
         for line in describe_options(config, self.model):
             self.message(line)
 
-    def _make_loader(
-        self, dataset: BatchSource, ramp: BatchRamp | None = None, *, steps: int | None = None
-    ) -> DataLoader:
-        return DataLoader(
-            dataset,
-            global_batch=ramp or self.batch_plan.global_batch,
-            dp_rank=self.mesh.rank_in("dp") if self.mesh else 0,
-            dp_size=self.batch_plan.dp_size,
-            microbatch=self.batch_plan.microbatch,
-            prefetch=self.config.data.prefetch,
-            device=self.device,
-            steps=steps,
-        )
+    def _make_loader(self, batches: Batches, ramp: BatchRamp | None = None, *, steps: int | None = None) -> Loader:
+        return build_loader(
+            batches, ramp, config=self.config, plan=self.batch_plan, mesh=self.mesh, device=self.device,
+            vocab_size=self._inputs.vocab_size, steps=steps,
+        )  # fmt: skip
 
     def _measure_held_out(self) -> tuple[ValidationRecord, str | None]:
         assert self._inputs.validation is not None
@@ -232,7 +258,8 @@ class Trainer(TrainingLoop):
         if not self._closed:
             self._closed = True
             self._loader.close()
-            self._inputs.train.close()
+            if isinstance(self._loader, DataLoader):
+                self._inputs.train.close()
             for observer in self.observers:
                 observer.on_end()
             self._if_alone.close()

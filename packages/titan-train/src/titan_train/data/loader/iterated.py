@@ -1,0 +1,220 @@
+"""Microbatches that a program iterates over, in place of numbered samples: a list, a torch ``DataLoader``, a generator.
+
+A `titan_train.data.BatchSource` is better where it can be written: its samples have numbers, so that a run sees the same data
+on any ranks and after any resume. An iterable has only an order. A resume loads the state that it saved, if it has
+``state_dict`` and ``load_state_dict`` (as torchdata's ``StatefulDataLoader``), and else takes and drops the microbatches of
+the steps that were made. What iterates anew (a list, a ``DataLoader``) begins again at its end; a generator ends the run.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from titan_train.config.ramp import BatchRamp
+from titan_train.data.loader.batch import Batch
+from titan_train.data.loader.data_loader import DataLoader
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_POSITION = "iterated_samples"
+_KEYS = {"input_ids", "labels", "attention_mask", "position_ids"}
+
+
+class IteratedBatches:
+    """Takes the place of a `titan_train.data.DataLoader`.
+
+    Args:
+        batches: Gives this rank's microbatches, each one of
+
+            - a pair ``(tokens, labels)``, int64 ``[B, S]`` each, where labels are the next tokens and -100 is not learned;
+            - a mapping as collators of transformers make it: ``input_ids``, ``labels`` (not shifted; by default the inputs) and
+              ``attention_mask`` (padding on the right only);
+            - a `titan_train.TaskBatch` that is on the device already, for other tasks than text.
+        ramp: Samples of an optimizer step over all ranks.
+        dp_size: Number of data-parallel ranks.
+        rows: B of a microbatch.
+        seq_len: The largest S; the only one if ``fixed``.
+        fixed: Every microbatch must be of S = ``seq_len``, as pipeline and context parallelism need it.
+        vocab_size: Ids must be below it; None for no check.
+        device: Where batches are put.
+        steps: Stop after this many optimizer steps; None never stops.
+        name: Of the argument, for messages.
+
+    Raises:
+        ValueError: It cannot be iterated over.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        *,
+        ramp: BatchRamp,
+        dp_size: int,
+        rows: int,
+        seq_len: int,
+        fixed: bool,
+        vocab_size: int | None,
+        device: "torch.device",
+        steps: int | None = None,
+        name: str = "data",
+    ) -> None:
+        if not isinstance(cast("object", batches), Iterable):
+            raise ValueError(
+                f"{name} is {type(batches).__name__}, which gives no batches. Pass a BatchSource, or an iterable of "
+                "(tokens, labels), of mappings with input_ids, or of task batches."
+            )
+        self._given = batches
+        self._name, self._ramp, self._dp_size, self._steps = name, ramp, dp_size, steps
+        self._rows, self._seq_len, self._fixed, self._vocab_size, self._device = (
+            rows,
+            seq_len,
+            fixed,
+            vocab_size,
+            device,
+        )
+        self._iterator: Iterator[Any] | None = None
+        self._samples = 0  # of the steps that were taken whole, over all ranks
+        self._made = 0  # those steps, since this was built
+        self._number = 0  # microbatches taken of the step in progress
+        self._since_start = 0  # microbatches since the iterator began anew
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the optimizer step in progress, or of the next one."""
+        return self._ramp.at(self._samples)
+
+    @property
+    def microbatches_per_step(self) -> int:
+        """Microbatches that this rank takes in that step."""
+        return self.global_batch // (self._dp_size * self._rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._steps is not None and self._made >= self._steps:
+            raise StopIteration
+        item = self._next()
+        self._count()
+        return item if hasattr(item, "samples_consumed") else self._batch(item, self._samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Samples taken, and the iterable's own state if it has one."""
+        state: dict[str, Any] = {_POSITION: self._samples}
+        saves = getattr(self._given, "state_dict", None)
+        return state | ({} if saves is None else {"iterable": saves()})
+
+    def load_state_dict(self, state: dict[str, Any], allow_data_change: bool = False) -> None:
+        """Go to where `state_dict` was called; ``allow_data_change`` continues a run of other data from the beginning.
+
+        Raises:
+            ValueError: The run had numbered samples before.
+        """
+        if _POSITION not in state:
+            if allow_data_change:
+                return
+            raise ValueError(
+                "the checkpoint's data position is that of numbered samples, and data is an iterable now. Pass the data that the "
+                "run began with, or set checkpoint.allow_data_change to begin with the first batch of this one."
+            )
+        loads = "iterable" in state and hasattr(self._given, "load_state_dict")
+        if loads:
+            cast("Any", self._given).load_state_dict(state["iterable"])
+        while self._samples < int(state[_POSITION]):
+            if not loads:
+                self._next()
+            self._count()
+
+    def close(self) -> None:
+        """Drop the iterator, which ends the workers of a ``DataLoader``."""
+        self._iterator = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _count(self) -> None:
+        self._number += 1
+        if self._number == self.microbatches_per_step:
+            self._number, self._samples, self._made = 0, self._samples + self.global_batch, self._made + 1
+
+    def _next(self) -> Any:
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator, self._since_start = iter(self._given), 0
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                if self._since_start == 0 or self._iterator is self._given:
+                    break
+                self._iterator = None
+                continue
+            self._since_start += 1
+            return item
+        raise RuntimeError(
+            f"{self._name} ended after {self._samples} samples, {self._made} steps. Give as many as the "
+            "run takes, or something that can be iterated over anew, such as a list or a DataLoader."
+        )
+
+    def _batch(self, item: Any, samples: int) -> Batch:
+        import torch
+
+        tokens, labels, positions = self._tensors(item)
+        rows, length = tokens.shape
+        if rows != self._rows or length > self._seq_len or (self._fixed and length != self._seq_len):
+            raise ValueError(
+                f"{self._name} gave tokens of {list(tokens.shape)}, and a microbatch here is [{self._rows}, {self._seq_len}]: "
+                "train.microbatch (train.global_batch over the data-parallel ranks, where it is 0) by model.seq_len"
+                + ("." if self._fixed else " at most.")
+            )
+        if self._vocab_size is not None and tokens.device.type == "cpu" and int(tokens.max()) >= self._vocab_size:
+            raise ValueError(
+                f"{self._name} gave the token {int(tokens.max())}, but the tokenizer has {self._vocab_size}: the model has no "
+                "embedding for it. Set the section tokenizer to the one that made the ids."
+            )
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device).expand(rows, -1)
+        tokens, labels, positions = (
+            x.to(self._device, torch.int64, non_blocking=True).contiguous() for x in (tokens, labels, positions)
+        )
+        return Batch(tokens, labels, positions, None, length, samples)
+
+    def _tensors(self, item: Any) -> "tuple[Tensor, Tensor, Tensor | None]":
+        """Tokens, next tokens and positions."""
+        import torch
+
+        if isinstance(item, Mapping):
+            given = cast("Mapping[str, Tensor]", item)
+            unknown = given.keys() - _KEYS
+            if "input_ids" not in given or unknown:
+                what = "has no input_ids" if "input_ids" not in given else f"has {min(unknown)!r}"
+                raise ValueError(f"a batch of {self._name} {what}: it may have {', '.join(sorted(_KEYS))}.")
+            tokens = given["input_ids"]
+            labels = given.get("labels", tokens)
+            if (mask := given.get("attention_mask")) is not None:
+                if mask.shape != tokens.shape or bool((mask[:, 1:] > mask[:, :-1]).any()):
+                    raise ValueError(
+                        f"a batch of {self._name} is padded on the left, or has an attention_mask of other shape than input_ids. "
+                        "Pad on the right."
+                    )
+                labels = labels.masked_fill(mask == 0, -100)
+            labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), -100)], 1)
+            return tokens, labels, given.get("position_ids")
+        pair = cast("tuple[Any, ...]", item) if isinstance(item, tuple | list) else ()
+        if (
+            len(pair) != 2
+            or not all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in pair)
+            or pair[0].shape != pair[1].shape
+        ):
+            raise ValueError(
+                f"{self._name} gave {type(item).__name__}, not a batch of text. Give (tokens, labels), tensors [B, S] of one "
+                "shape, or a mapping with input_ids."
+            )
+        return pair[0], pair[1], None
+
+
+Loader = DataLoader | IteratedBatches
+"""What gives a rank its microbatches, and keeps the position among them."""

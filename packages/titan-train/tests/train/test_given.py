@@ -1,0 +1,150 @@
+"""A program's own batches, loss and optimizer: the numbers of a plain loop, an exact resume, and what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_run import tiny_run, write_text
+from titan_testing import run_ranks
+from titan_train import Observer, Trainer, load_run
+from titan_train.inputs import open_inputs, prepare_inputs
+from titan_train.models import build_model
+from torch.utils.data import DataLoader
+
+STEPS, ROWS, LENGTH = 4, 4, 32
+
+
+def config(folder, name, **sections):
+    train = {"steps": STEPS, "global_batch": ROWS} | sections.pop("train", {})
+    return tiny_run(folder, name, train=train, **sections)
+
+
+def batches():
+    draw = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 256, (ROWS, LENGTH + 1), generator=draw) for _ in range(3)]
+    return [(x[:, :-1], x[:, 1:]) for x in ids]
+
+
+def smoothed(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", label_smoothing=0.1)
+
+
+def adagrad(groups):
+    return torch.optim.Adagrad(groups, lr=1e-3)
+
+
+def fit(*args, until=None, **options):
+    with Trainer(*args, **options) as trainer:
+        trainer.fit(until=until)
+        if trainer.step < STEPS:
+            trainer.save()
+    return trainer
+
+
+def test_batches_loss_and_optimizer_of_a_program_train_as_a_plain_loop_does(tmp_path):
+    """Two batches of the list come twice: it begins again at its end."""
+
+    class Start(Observer):
+        def on_start(self, run):
+            super().on_start(run)
+            self.weights = {n: p.detach().clone() for n, p in run.model.parts[0].named_parameters()}
+
+    start = Start()
+    given = config(tmp_path, "given", schedule={"name": "constant", "warmup_steps": 0}, train={"max_grad_norm": 0.0})
+    trainer = fit(given, data=batches(), loss=smoothed, optimizer=adagrad, callbacks=[start])
+
+    model = build_model(given.model, vocab_size=trainer.model.parts[0].tok_embeddings.weight.shape[0], device="cpu")
+    model.load_state_dict(start.weights)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.Adagrad(
+        [{"params": decayed, "weight_decay": given.optimizer.weight_decay}, {"params": plain}], lr=1e-3
+    )
+    losses = []
+    for tokens, labels in [*batches(), batches()[0]]:
+        optimizer.zero_grad()
+        loss = smoothed(model(tokens), labels) / labels.numel()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert trainer.losses == pytest.approx(losses, rel=1e-6)  # float32 sums in another order
+    for name, parameter in trainer.model.parts[0].named_parameters():
+        torch.testing.assert_close(parameter, dict(model.named_parameters())[name], rtol=0, atol=1e-6)
+    assert load_run(trainer.run_dir).complete("a", max_new_tokens=2)  # the tokenizer is kept in the folder
+
+
+def test_a_resume_takes_up_the_batches_where_it_stopped(tmp_path):
+    whole = fit(config(tmp_path, "whole"), data=batches(), optimizer=adagrad)
+    fit(config(tmp_path, "parts"), data=batches(), optimizer=adagrad, until=2)
+    rest = fit(config(tmp_path, "parts"), data=iter([*batches(), batches()[0]]), optimizer=adagrad)
+    assert rest.losses == whole.losses[2:]
+
+
+def test_collated_rows_of_a_torch_loader_are_pairs_of_the_same_tokens(tmp_path):
+    """As transformers' collators give them: labels not shifted, padding masked on the right."""
+    rows = torch.cat([tokens for tokens, _ in batches()])
+    mask = torch.ones_like(rows)
+    mask[:, 20:] = 0
+
+    def collate(numbers):
+        return {"input_ids": rows[numbers], "attention_mask": mask[numbers]}
+
+    labels = torch.cat([rows[:, 1:].masked_fill(mask[:, 1:] == 0, -100), torch.full((len(rows), 1), -100)], 1)
+    pairs = list(zip(rows.split(ROWS), labels.split(ROWS), strict=True))
+    loader = DataLoader(range(len(rows)), batch_size=ROWS, collate_fn=collate)
+    options = {"validation": {"every": 2, "steps": 2}}
+    first = fit(config(tmp_path, "loader", **options), data=loader, validation_data=loader)
+    second = fit(config(tmp_path, "pairs", **options), data=pairs, validation_data=pairs)
+    assert first.losses == second.losses
+
+
+def on_two_ranks(folder):
+    rank, losses = torch.distributed.get_rank(), []
+    for parallel in ({"dp_shard": 2}, {"pp": 2}):
+        mine = batches()
+        if "pp" not in parallel:
+            mine = [(x[2 * rank :][:2], y[2 * rank :][:2]) for x, y in mine]
+        settings = config(folder, f"{min(parallel)}", parallel=parallel, train={"microbatch": len(mine[0][0])})
+        losses.append(fit(settings, data=mine, loss=smoothed).losses)
+    return losses
+
+
+def test_each_rank_gives_its_own_part_of_the_batches(tmp_path):
+    alone = fit(config(tmp_path, "alone"), data=batches(), loss=smoothed).losses
+    for of_rank in run_ranks(on_two_ranks, 2, tmp_path):
+        for losses in of_rank:
+            assert losses == pytest.approx(alone, rel=1e-5)  # float32 sums over ranks
+
+
+def test_numbered_samples_of_a_program_are_read_as_the_configurations_own(tmp_path):
+    write_text(tmp_path)
+    own = config(tmp_path, "own")
+    prepare_inputs(own, quiet=True)
+    assert fit(own).losses == fit(config(tmp_path, "given"), data=open_inputs(own).train).losses
+
+
+REFUSED = {
+    "no iterable": ({"data": 5}, {}, "data is int, which gives no batches"),
+    "validation alone": ({"validation_data": []}, {}, "validation_data was given without data"),
+    "a generator to validate on": (
+        {"data": batches(), "validation_data": iter(batches())}, {"validation": {"every": 1}}, "used up after one"
+    ),
+    "other rows": ({"data": [(torch.zeros(2, 8, dtype=torch.long),) * 2]}, {}, r"gave tokens of \[2, 8\]"),
+    "an id too large": ({"data": [(torch.full((ROWS, LENGTH), 900),) * 2]}, {}, "gave the token 900"),
+    "no pair": ({"data": [torch.zeros(4, 33)]}, {}, "gave Tensor, not a batch of text"),
+    "another key": ({"data": [{"input_ids": torch.zeros(4, 32), "pixels": 0}]}, {}, "has 'pixels'"),
+    "an empty list": ({"data": []}, {}, "data ended after 0 samples"),
+    "an optimizer": ({"data": batches(), "optimizer": torch.optim.SGD([torch.zeros(1)])}, {}, "Pass a function"),
+    "other parameters": (
+        {"data": batches(), "optimizer": lambda groups: torch.optim.SGD([torch.zeros(1)])}, {}, "as they are"
+    ),
+    "a trained tokenizer": ({"data": batches()}, {"tokenizer": {"kind": "sentencepiece", "train": True}}, "would be trained"),
+    "z-loss": ({"loss": smoothed}, {"train": {"z_loss": 1e-4}}, "train.z_loss does not go with a loss of yours"),
+    "tensor parallelism": ({"loss": smoothed}, {"parallel": {"tp": 2}}, "parallel.tp does not go"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_in_words(case, tmp_path):
+    options, sections, words = REFUSED[case]
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        fit(config(tmp_path, "refused", **sections), **options)
