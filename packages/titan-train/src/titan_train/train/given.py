@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_train.config import Config
 from titan_train.config.ramp import BatchRamp
-from titan_train.data.build import build_chat_template, build_tokenizer
+from titan_train.data import build_chat_template, build_tokenizer
 from titan_train.data.loader.data_loader import DataLoader
 from titan_train.data.loader.iterated import IteratedBatches, Loader
 from titan_train.data.loader.source import BatchSource
