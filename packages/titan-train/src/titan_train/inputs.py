@@ -26,7 +26,7 @@ from titan_train.data import (
 from titan_train.data.prepared import one_process
 from titan_train.files import read_text, write_atomic
 from titan_train.run_folder.place import check_writable
-from titan_train.task import task_name
+from titan_train.task import Task, TaskInputs, task_name
 from titan_train.tokenizers import ChatTemplate, LabelBytes, Tokenizer, load_tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
 
@@ -65,6 +65,37 @@ class Inputs:
 
     def sample(self, model: "nn.Module", run_dir: Path, step: int) -> str | None:
         """None: `titan_train.tasks.text` samples."""
+
+
+class GivenInputs(TaskInputs):
+    """The inputs of a run whose batches a program gives. The tokenizer of text is still the configuration's."""
+
+    def __init__(self, config: Config, task: Task, train: Any, validation: Any) -> None:
+        """Open the tokenizer; ``train`` and ``validation`` are what `titan_train.train.given.build_loader` takes.
+
+        Raises:
+            ValueError: The configuration would train one on its own sources, which are not read.
+        """
+        self.train, self.validation = train, validation
+        self.tokenizer, self._template, self._label_bytes = None, None, None
+        self.vocab_size = task.vocab_size(config)
+        if "cu_seqlens" in task.keywords:  # text
+            if config.tokenizer.trains_here:
+                raise ValueError(
+                    f"tokenizer.kind={config.tokenizer.kind!r} would be trained on data.sources, and data is given instead. Set "
+                    "the section tokenizer to the one that made the ids: 'bytes', or a path."
+                )
+            self.tokenizer = build_tokenizer(config.tokenizer, config.data)
+            self._template = build_chat_template(config.tokenizer, self.tokenizer)
+            self._label_bytes = LabelBytes(self.tokenizer)
+            self.vocab_size = self.tokenizer.vocab_size
+
+    def keep(self, run_dir: Path) -> None:
+        if self.tokenizer is not None:
+            save_tokenizer(run_dir, self.tokenizer, self._template)
+
+    def text_bytes(self, batch: Any) -> "Tensor | None":
+        return None if self._label_bytes is None else self._label_bytes(batch.target)
 
 
 def check_inputs(config: Config) -> None:

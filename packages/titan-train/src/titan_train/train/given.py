@@ -5,7 +5,6 @@ A run folder records the configuration, not these: a resume, and a `Trainer` on 
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,14 +13,11 @@ from torch import Tensor
 
 from titan_train.config import Config
 from titan_train.config.ramp import BatchRamp
-from titan_train.data import build_chat_template, build_tokenizer
 from titan_train.data.loader.data_loader import DataLoader
 from titan_train.data.loader.iterated import IteratedBatches, Loader
 from titan_train.data.loader.source import BatchSource
-from titan_train.inputs import save_tokenizer
 from titan_train.parallel.layout.batch import BatchPlan
-from titan_train.task import Task, TaskInputs
-from titan_train.tokenizers import LabelBytes
+from titan_train.task import Task
 
 Batches = BatchSource | Iterable[Any]
 """Numbered samples, or microbatches in order: see `titan_train.data.loader.iterated.IteratedBatches`."""
@@ -29,37 +25,6 @@ Loss = Callable[[Tensor, Any], Tensor]
 """From the model's output and the batch's target to the sum of the loss over its labels, a scalar."""
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """From parameter groups (``params``, ``lr``, ``weight_decay``) to an optimizer of them."""
-
-
-class GivenInputs(TaskInputs):
-    """The inputs of a run whose batches a program gives. The tokenizer of text is still the configuration's."""
-
-    def __init__(self, config: Config, task: Task, train: Batches, validation: Batches | None) -> None:
-        """Open the tokenizer.
-
-        Raises:
-            ValueError: The configuration would train one on its own sources, which are not read.
-        """
-        self.train, self.validation = cast("BatchSource", train), cast("BatchSource | None", validation)
-        self.tokenizer, self._template, self._label_bytes = None, None, None
-        self.vocab_size = task.vocab_size(config)
-        if "cu_seqlens" in task.keywords:  # text
-            if config.tokenizer.trains_here:
-                raise ValueError(
-                    f"tokenizer.kind={config.tokenizer.kind!r} would be trained on data.sources, and data is given instead. Set "
-                    "the section tokenizer to the one that made the ids: 'bytes', or a path."
-                )
-            self.tokenizer = build_tokenizer(config.tokenizer, config.data)
-            self._template = build_chat_template(config.tokenizer, self.tokenizer)
-            self._label_bytes = LabelBytes(self.tokenizer)
-            self.vocab_size = self.tokenizer.vocab_size
-
-    def keep(self, run_dir: Path) -> None:
-        if self.tokenizer is not None:
-            save_tokenizer(run_dir, self.tokenizer, self._template)
-
-    def text_bytes(self, batch: Any) -> Tensor | None:
-        return None if self._label_bytes is None else self._label_bytes(batch.target)
 
 
 def build_loader(

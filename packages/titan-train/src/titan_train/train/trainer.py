@@ -14,6 +14,7 @@ from titan_train.config import Config
 from titan_train.config.ramp import BatchRamp
 from titan_train.data import DataLoader
 from titan_train.data.loader.iterated import Loader
+from titan_train.inputs import GivenInputs
 from titan_train.observe import ValidationRecord, add_run_info
 from titan_train.optim import build_optimizer, build_scheduler
 from titan_train.optim.spikes import Spikes
@@ -24,7 +25,7 @@ from titan_train.parallel.layout.run import RunPlan, plan_run
 from titan_train.run_folder import keep_model, run_folder, take_effect, with_kept_model
 from titan_train.task import Task, TaskInputs, load_task
 from titan_train.train.checkpoints import Checkpoints
-from titan_train.train.given import Batches, GivenInputs, Loss, MakeOptimizer, build_loader, make_optimizer, with_loss
+from titan_train.train.given import Batches, Loss, MakeOptimizer, build_loader, make_optimizer, with_loss
 from titan_train.train.loop import TrainingLoop
 from titan_train.train.measure import StepMeasure, drop_outdated
 from titan_train.train.observer import Observer
