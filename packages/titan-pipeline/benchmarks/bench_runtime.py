@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from titan_pipeline import Costs, Schedule, build_schedule, simulate
-from titan_pipeline.runtime import Executor, GlooTransport, TorchStage, split_layers, torch_runtime
+from titan_pipeline.runtime import Executor, TorchStage, host_transport, split_layers, torch_runtime
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -209,7 +209,7 @@ def _train_rank(texts: list[str], repeats: int, width: int, tokens: int) -> list
         parts = split_layers([Block(width) for _ in range(16)], schedule.num_stages)
         copies = copy.deepcopy(parts)
         mine = schedule.stages_of(rank)
-        ours = Executor(schedule, [TorchStage(parts[s], s, loss=_loss) for s in mine], GlooTransport())
+        ours = Executor(schedule, [TorchStage(parts[s], s, loss=_loss) for s in mine], host_transport())
         stages = []
         for s in mine:
             x = torch.zeros(1, tokens, width, requires_grad=s > 0)
@@ -261,7 +261,7 @@ def bench_train(repeats: int, width: int, tokens: int) -> dict[str, dict[str, fl
 
 
 def _sleep_rank(texts: list[str], repeats: int, times: tuple[float, float, float]) -> list[list[float]]:
-    transport = GlooTransport()
+    transport = host_transport()
     measured = []
     for text in texts:
         schedule = Schedule.from_text(text)

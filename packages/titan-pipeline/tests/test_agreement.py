@@ -15,6 +15,7 @@ from titan_pipeline.runtime import (  # noqa: E402
     PipelineAborted,
     ThreadHub,
     TorchStage,
+    host_transport,
     solve_on_rank0,
 )
 from torch import nn  # noqa: E402
@@ -70,7 +71,7 @@ def search(transport):
 
 
 def _search():
-    return search(GlooTransport())
+    return search(host_transport())
 
 
 def test_rank_0_searches_for_all():

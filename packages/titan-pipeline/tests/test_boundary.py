@@ -15,7 +15,7 @@ testing = pytest.importorskip("titan_testing")
 
 from boundary_types import State  # noqa: E402
 from titan_pipeline import Schedule, build_schedule  # noqa: E402
-from titan_pipeline.runtime import Executor, GlooTransport, PipelineAborted, ThreadHub, TorchStage  # noqa: E402
+from titan_pipeline.runtime import Executor, PipelineAborted, ThreadHub, TorchStage, host_transport  # noqa: E402
 from titan_pipeline.runtime.transport.messages import decode_header, encode_header, specs_of, with_structure  # noqa: E402
 from titan_pipeline.runtime.transport.tree import TensorTree  # noqa: E402
 from torch import nn  # noqa: E402
@@ -104,7 +104,7 @@ def _gloo(text, kinds):
     schedule = Schedule.from_text(text)
     returned = []
     for kind in kinds:
-        result, outputs, grads = train(GlooTransport(), schedule, build(kind, schedule.num_stages))
+        result, outputs, grads = train(host_transport(), schedule, build(kind, schedule.num_stages))
         returned.append((result.loss, [m["rows"] for m in result.metrics], outputs, grads))
     return returned
 
@@ -194,7 +194,7 @@ def _refused(transport, odd):
 
 
 def _refused_gloo(folder):
-    return _refused(GlooTransport(), Executes(f"{folder}/made"))
+    return _refused(host_transport(), Executes(f"{folder}/made"))
 
 
 def test_nothing_that_a_rank_sends_runs_on_the_rank_that_receives_it(tmp_path):

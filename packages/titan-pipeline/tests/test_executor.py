@@ -22,6 +22,7 @@ from titan_pipeline.runtime import (  # noqa: E402
     PipelineAborted,
     ThreadHub,
     TorchStage,
+    host_transport,
 )
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -199,8 +200,8 @@ def test_gradients_and_evaluation_are_bit_equal_to_one_process_for_every_family(
     assert count >= 20
 
 
-def _gloo_rank(texts, shape):
-    transport = GlooTransport()
+def _gloo_rank(texts, shape, make):
+    transport = make()
     results = []
     for text in texts:
         schedule = Schedule.from_text(text)
@@ -210,13 +211,13 @@ def _gloo_rank(texts, shape):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "shape"),
-    [(2, "ragged"), (4, "uneven")]
-    + [pytest.param(8, shape, marks=pytest.mark.slow) for shape in ("even", "uneven", "ragged")],
+    ("ranks", "shape", "make"),
+    [(2, "ragged", GlooTransport), (4, "uneven", host_transport)]
+    + [pytest.param(8, shape, GlooTransport, marks=pytest.mark.slow) for shape in ("even", "uneven", "ragged")],
 )
-def test_gloo_ranks_reproduce_one_process_for_every_family(ranks, shape):
+def test_processes_reproduce_one_process_for_every_family(ranks, shape, make):
     schedules = [build_schedule(name, ranks, 2 * ranks) for name in FAMILIES]
-    by_rank = testing.run_ranks(_gloo_rank, ranks, [s.to_text() for s in schedules], shape)
+    by_rank = testing.run_ranks(_gloo_rank, ranks, [s.to_text() for s in schedules], shape, make)
     for k, schedule in enumerate(schedules):
         layers = build_layers(schedule.num_stages)
         inputs, targets = batch(schedule.num_microbatches, shape)
@@ -300,21 +301,26 @@ def test_a_failing_rank_is_named_everywhere_and_the_next_step_works(name, culpri
     check_failure(results, culprit, loss, grads)
 
 
-def _failing_gloo_rank(text, culprit, at):
+def _failing_process(text, make, culprit, at):
     schedule = Schedule.from_text(text)
     inputs, targets = batch(8, "ragged")
     layers = build_layers(schedule.num_stages)
-    return fail_and_recover(GlooTransport(), schedule, layers, inputs, targets, culprit, at)
+    return fail_and_recover(make(), schedule, layers, inputs, targets, culprit, at)
 
 
 @pytest.mark.parametrize(
-    ("name", "culprit", "at"), [("zb_h1", 2, ("B", 3)), ("zbv", 0, ("F", 5)), ("1f1b", 3, ("F", 0))]
+    ("make", "name", "culprit", "at"),
+    [
+        (GlooTransport, "zb_h1", 2, ("B", 3)),
+        (host_transport, "zbv", 0, ("F", 5)),
+        (host_transport, "1f1b", 3, ("F", 0)),
+    ],
 )
-def test_a_failing_gloo_rank_is_named_everywhere_and_the_next_step_works(name, culprit, at):
+def test_a_failing_process_is_named_everywhere_and_the_next_step_works(make, name, culprit, at):
     schedule = build_schedule(name, 4, 8)
     layers = build_layers(schedule.num_stages)
     loss, grads = reference(layers, *batch(8, "ragged"))
-    results = testing.run_ranks(_failing_gloo_rank, 4, schedule.to_text(), culprit, at, timeout_s=30)
+    results = testing.run_ranks(_failing_process, 4, schedule.to_text(), make, culprit, at, timeout_s=30)
     check_failure(results, culprit, loss, grads)
 
 

@@ -18,6 +18,7 @@ from titan_pipeline.runtime import (  # noqa: E402
     GlooTransport,
     PipelineAborted,
     TorchStage,
+    host_transport,
 )
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -180,7 +181,7 @@ def _break(text, kind, culprit, die):
     if kind == "device":
         transport = device_transport(schedule)
     else:
-        transport = GlooTransport()
+        transport = GlooTransport() if kind == "gloo" else host_transport()
     layers = build_layers(schedule.num_stages)
     stages = [Breaking(layers[s], s, loss=square_sum) for s in schedule.stages_of(transport.rank)]
     if transport.rank == culprit:
@@ -218,9 +219,11 @@ def test_device_channels_are_clean_after_a_failure(name, culprit):
             assert all(torch.equal(g, e) for g, e in zip(mine, grads[stage], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["gloo", "device"])
-@pytest.mark.parametrize(("name", "culprit"), [("1f1b", 2), ("zbv", 0)])
-def test_a_killed_rank_is_named_by_all_others_in_under_two_seconds(name, culprit, kind):
+@pytest.mark.parametrize(
+    ("kind", "name", "culprit"),
+    [(kind, *case) for kind in ("gloo", "device", "sockets") for case in (("1f1b", 2), ("zbv", 0))],
+)
+def test_a_killed_rank_is_named_by_all_others_in_under_two_seconds(kind, name, culprit):
     schedule = build_schedule(name, 4, 8)
     results = testing.run_ranks(_break, 4, schedule.to_text(), kind, culprit, True, allow_death=True)
     assert results[culprit] is None

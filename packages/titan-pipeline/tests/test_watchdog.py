@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 testing = pytest.importorskip("titan_testing")
 
 from titan_pipeline import build_schedule  # noqa: E402
-from titan_pipeline.runtime import Executor, GlooTransport, PipelineAborted, ThreadHub, TorchStage  # noqa: E402
+from titan_pipeline.runtime import Executor, GlooTransport, PipelineAborted, ThreadHub, TorchStage, host_transport  # noqa: E402
 from torch import nn  # noqa: E402
 
 TIMEOUT_S = 1.0
@@ -116,10 +116,15 @@ def test_a_rank_that_does_not_come_to_the_step_is_named():
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("sleep", "hangs at action 1F1"), ("stop", "its process does not answer any more")]
+    ("make", "how", "words"),
+    [
+        (GlooTransport, "stop", "its process does not answer any more"),
+        (host_transport, "sleep", "hangs at action 1F1"),
+        (host_transport, "stop", "its process does not answer any more"),
+    ],
 )
-def test_processes_name_a_rank_that_hangs_and_one_that_is_stopped(how, words, tmp_path):
-    testing.run_ranks(_hang, 3, how, str(tmp_path), allow_death=True, timeout_s=60)
+def test_processes_name_a_rank_that_hangs_and_one_that_is_stopped(make, how, words, tmp_path):
+    testing.run_ranks(_hang, 3, make, how, str(tmp_path), allow_death=True, timeout_s=60)
     for rank in (0, 2):
         took, text = (tmp_path / str(rank)).read_text().split(" ", 1)
         assert "rank 1 hangs" in text
@@ -127,8 +132,8 @@ def test_processes_name_a_rank_that_hangs_and_one_that_is_stopped(how, words, tm
         assert float(took) < 10 * TIMEOUT_S
 
 
-def _hang(how, folder):
-    transport = GlooTransport()
+def _hang(make, how, folder):
+    transport = make()
     schedule = build_schedule("1f1b", 3, 4)
 
     def wait(calls):

@@ -4,7 +4,7 @@ import composition
 import pytest
 import torch
 from composition_matrix import MODELS
-from titan_pipeline.runtime import DeviceTransport, GlooTransport
+from titan_pipeline.runtime import DeviceTransport, SocketTransport
 from titan_testing import run_ranks
 from titan_train.parallel import apply as build
 from titan_train.parallel import pipeline
@@ -31,7 +31,7 @@ def test_channels_between_devices_carry_the_same_bits(folder, schedule):
     for (losses, norms, gradients, kind), (got_losses, got_norms, got_gradients, got_kind) in zip(
         plain, device, strict=True
     ):
-        assert (kind, got_kind) == (GlooTransport, DeviceTransport)
+        assert (kind, got_kind) == (SocketTransport, DeviceTransport)
         assert len(losses) == STEPS
         assert got_losses == losses
         assert got_norms == norms

@@ -26,10 +26,12 @@ from titan_pipeline.runtime.stage.tied import TiedWeight, find_tied_weights
 from titan_pipeline.runtime.stage.torch_stage import TorchStage
 from titan_pipeline.runtime.torch_pipelining import schedule_from_torch, torch_runtime
 from titan_pipeline.runtime.transport.base import Transport
+from titan_pipeline.runtime.transport.connect import host_transport
 from titan_pipeline.runtime.transport.device import DeviceTransport
 from titan_pipeline.runtime.transport.gloo import GlooTransport
 from titan_pipeline.runtime.transport.messages import PeerFailure, PipelineAborted
 from titan_pipeline.runtime.transport.plain import register_structure
+from titan_pipeline.runtime.transport.sockets import SocketTransport
 from titan_pipeline.runtime.transport.threads import ThreadHub, ThreadTransport
 from titan_pipeline.runtime.weight_grad.compiled import split_backend
 from titan_pipeline.runtime.weight_grad.engine import WeightGradEngine
@@ -52,6 +54,7 @@ __all__ = [
     "PeerFailure",
     "PipelineAborted",
     "PipelineResult",
+    "SocketTransport",
     "Stage",
     "ThreadHub",
     "ThreadTransport",
@@ -63,6 +66,7 @@ __all__ = [
     "clip_grad_norm",
     "find_tied_weights",
     "grouped_linear",
+    "host_transport",
     "register_structure",
     "schedule_from_torch",
     "solve_on_rank0",

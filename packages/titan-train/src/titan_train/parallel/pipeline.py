@@ -5,9 +5,10 @@ the executor's inputs. Every pipeline rank reads the same batch, so positions an
 travel.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from titan_pipeline.runtime import (
     DeviceTransport,
     Executor,
     GlooTransport,
+    SocketTransport,
     TiedWeight,
     TorchStage,
     Transport,
+    host_transport,
 )
 from torch import Tensor, nn
 
@@ -39,11 +42,12 @@ def make_transport(schedule: Schedule, mesh: Mesh, device: torch.device, timeout
     Args:
         schedule: The same on every rank.
         mesh: All ranks.
-        device: Where stages compute. Tensors of an accelerator travel from device to device, those of the CPU by gloo.
+        device: Where stages compute. Tensors of an accelerator travel from device to device, those of the CPU through
+            sockets on one machine and by gloo between machines.
         timeout_s: Seconds until a rank that does not connect is an error.
     """
     if device.type == "cpu":
-        return GlooTransport(mesh.group("pp"))
+        return host_transport(mesh.group("pp"))
     return device_transport(schedule, mesh, device, timeout_s)
 
 
@@ -148,8 +152,11 @@ class Pipeline:
             return both
 
         self.executor.around = phase
-        if isinstance(self.executor.transport, GlooTransport):
-            self.executor.transport.around_transfer = lambda num_bytes: timer.transfer("pp", num_bytes)
+        transport = self.executor.transport
+        if isinstance(transport, GlooTransport):
+            transport.around_transfer = lambda num_bytes: timer.transfer("pp", num_bytes)
+        elif isinstance(transport, SocketTransport):
+            transport.around_transfer = partial(_read_by_rank, timer)
 
     def step(self, batches: Sequence[TaskBatch], num_labels: Tensor) -> float:
         """Forward and backward of one step's microbatches; gradients are then complete on data-parallel ranks too.
@@ -176,6 +183,13 @@ class Pipeline:
 
     def _extras(self, batches: Sequence[TaskBatch]) -> list[dict[str, Any]]:
         return [{**{name: b.keywords.get(name) for name in self._keywords}, "labels": b.target} for b in batches]
+
+
+@contextmanager
+def _read_by_rank(timer: StepTimer, num_bytes: int) -> Generator[None]:
+    """A block in which the rank itself reads a message, between two actions too: it computes nothing meanwhile."""
+    with timer.waiting("pp"), timer.transfer("pp", num_bytes):
+        yield
 
 
 def _arguments(batches: Sequence[TaskBatch]) -> tuple[list[Any], list[_Target]]:

@@ -6,6 +6,7 @@ structure around them. A
 header can instead announce a failure; its text follows.
 """
 
+import json
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,19 @@ def specs_of(payload: Payload) -> tuple[Specs, bytes]:
     """Data types and shapes of a message, and the structure around its tensors; empty for none."""
     structure = payload.structure if isinstance(payload, TensorTree) else b""
     return [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in payload], structure
+
+
+def encode_specs(specs: Specs, structure: bytes) -> bytes:
+    """What `specs_of` gave, as text."""
+    shapes = [None if spec is None else [_DTYPES.index(spec[0]), *spec[1]] for spec in specs]
+    return json.dumps(shapes).encode() + b"\n" + structure
+
+
+def decode_specs(text: bytes) -> tuple[Specs, bytes]:
+    """What `encode_specs` wrote."""
+    shapes, _, structure = text.partition(b"\n")
+    specs = [None if shape is None else (_DTYPES[shape[0]], torch.Size(shape[1:])) for shape in json.loads(shapes)]
+    return specs, structure
 
 
 def encode_header(key: Key, specs: Specs, structure: bytes) -> list[Tensor]:

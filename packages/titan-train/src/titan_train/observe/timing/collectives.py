@@ -13,7 +13,7 @@ Cost: about two microseconds per call.
 
 Limits: collectives inside compiled code, and the backward of expert parallelism's exchange, start in C++: they count as
 compute. Waiting for a pipeline's neighbour counts on ``pp``, whether the message or the neighbour's work takes the time;
-its messages arrive in threads, which `StepTimer.transfer` times.
+`StepTimer.transfer` times the arrival of its messages, which between machines are read by threads.
 """
 
 import time

@@ -163,11 +163,11 @@ def _operations(size: int, device: Any) -> list[tuple[str, Callable[[int], Calla
 def _stage_times(rank: int, size: int, device: Any) -> tuple[list[float], list[float]]:
     """Seconds of messages between the first two stages, small and large: half of each way there and back."""
     import torch
-    from titan_pipeline.runtime import DeviceTransport, GlooTransport
+    from titan_pipeline.runtime import DeviceTransport, host_transport
     from torch.distributed.device_mesh import init_device_mesh
 
     if device.type == "cpu":
-        transport = GlooTransport()
+        transport = host_transport()
     else:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("pp",))
         transport = DeviceTransport(mesh, "pp", range(size), device, timeout_s=60)
