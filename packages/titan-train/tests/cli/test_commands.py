@@ -257,6 +257,7 @@ def test_zsh_and_fish_scripts_name_every_command_and_another_shell_is_refused(ca
         (["data", "shwo"], "unknown command 'data shwo'. Did you mean 'data show'?"),
         *[([word, "x"], f"`titan-train {word}` is now `titan-train {new}`.") for word, new in REMOVED.items()],
         (["plan", "llama3_8b", "--gpus", "8"], "unknown option '--gpus'. Did you mean '--devices'?"),
+        (["run", "debug", "--gpus", "8"], "unknown option '--gpus'. Did you mean '--devices'?"),
         (["check", "debug", "--world", "8"], "unknown option '--world'. Did you mean '--devices'?"),
         (["check", "debug", "--svg", "x.svg"], "--constants and --svg go with --hardware"),
         (["report", "a", "b", "--trace"], "--trace takes one run, and 2 were given"),

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from titan_train.config import Config, ConfigError, dump_config, list_configs, load_config, parse_config
+from titan_train.config.elsewhere import here_it_is, read_table
+from titan_train.config.words import settings_of
 
 
 def write(tmp_path, text, name="run.toml"):
@@ -55,6 +57,11 @@ def test_a_circle_of_extends_is_an_error(tmp_path):
 MALFORMED = {
     "unknown section": ("[trian]\nsteps = 1\n", ["trian", "did you mean train?"]),
     "unknown key": ("[train]\nstep = 1\n", ["train.step", "did you mean train.steps?"]),
+    "a key of another trainer": ("learning_rate = 3e-4\n", ["learning_rate", "here it is optimizer.lr."]),
+    "a section of another trainer": (
+        "[training]\nlocal_batch_size = 4\nsteps = 9\n",
+        ["training.local_batch_size", "here it is train.microbatch", "training.steps", "here it is train.steps."],
+    ),
     "unknown key in a list": (
         '[[data.sources]]\nnam = "a"\n',
         ["data.sources.0.nam", "did you mean data.sources.0.name?"],
@@ -131,6 +138,24 @@ def test_a_bad_word_on_the_command_line_names_the_nearest():
     }.items():
         with pytest.raises(ConfigError, match=f"{word}: unknown option; did you mean {nearest}"):
             load_config("quickstart", [word, "3"])
+
+
+def test_an_option_of_another_trainer_names_ours():
+    for word, ours in {
+        "--learning-rate": "--optimizer.lr",
+        "--parallelism.tensor_parallel_degree": "--parallel.tp",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{word}: unknown option; here it is {ours}\."):
+            load_config("quickstart", [word, "3"])
+
+
+def test_every_setting_of_the_table_of_other_trainers_exists():
+    trainers, rows = read_table()
+    ours = {".".join(keys) for keys, _, _ in settings_of(Config)} | {"data.sources.0.max_epochs"}
+    assert [row.setting for row in rows if row.setting not in ours or len(row.names) != len(trainers)] == []
+    for key in ("gradient_accumulation_steps", "base_model", "training.seq_len", "--micro-batch-size", "n_layer"):
+        assert here_it_is(key)
+    assert here_it_is("train.steps") == here_it_is("parallel.mode") == ""
 
 
 # How a value is written on the command line and in TOML, and what it is.

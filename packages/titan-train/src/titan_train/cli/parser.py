@@ -53,8 +53,9 @@ class CommandParser(argparse.ArgumentParser):
         raise ValueError(f"{_in_our_words(message)} See `{self.prog} --help`.")
 
     def options(self) -> list[str]:
-        """The command's own options."""
-        return [option for option in self._option_string_actions if option.startswith("--")]
+        """The command's own options, and those that are short for a setting."""
+        own = [option for option in self._option_string_actions if option.startswith("--")]
+        return [*own, *re.findall(r"^(--[\w.-]+) ", self.description or "", re.MULTILINE)]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; a misspelt option is named before a missing one.

@@ -1,9 +1,10 @@
 """Train the model that a configuration describes.
 
 CONFIG is a TOML file or the name of a shipped configuration (`titan-train list`). Command-line settings override
-the file: `titan-train run quickstart --train.steps 20 --launch.nproc 2`.
+the file: `titan-train run quickstart --train.steps 20 --devices 2`.
 `titan-train run CONFIG --help` lists every setting with its value.
 
+--devices N                     ranks on each machine; short for --launch.nproc
 --launcher local|machines|ray   where ranks run; short for --launch.launcher
 --ray.address HOST:PORT|auto    a Ray cluster; short for --launch.ray.address
 --faults "kill rank=1 step=20"  faults to inject; short for --launch.faults
@@ -48,7 +49,12 @@ if TYPE_CHECKING:
     from titan_train.launch.supervise.supervisor import Before
 
 _KEPT = "--kept"  # see `titan_train.launch.place.ray.driver`, which writes it before the configuration
-_SHORT = {"--launcher": "--launch.launcher", "--faults": "--launch.faults", "--ray.": "--launch.ray."}
+_SHORT = {
+    "--devices": "--launch.nproc",
+    "--launcher": "--launch.launcher",
+    "--faults": "--launch.faults",
+    "--ray.": "--launch.ray.",
+}
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from titan_train.config.elsewhere import here_it_is
 from titan_train.terminal import shortened
 from titan_train.values import nearest_name
 
@@ -26,11 +27,12 @@ class ConfigError(ValueError):
 
 
 def describe_unknown_key(path: str, key: str, known: Iterable[str]) -> str:
-    """One line for a key that does not exist, with the nearest that does."""
+    """One line for a key that does not exist, with the nearest that does, or what another trainer's is called here."""
     known = list(known)
     prefix = f"{path}." if path else ""
     nearest = nearest_name(key, known)
     hint = f"did you mean {prefix}{nearest}?" if nearest else f"{path or 'the top level'} has {', '.join(known)}."
+    hint = here_it_is(f"{prefix}{key}") or hint
     return f"{prefix}{key}: unknown key; {hint}"
 
 
@@ -42,6 +44,8 @@ def describe_unknown_option(option: str, settings: Sequence[str], also: Sequence
         settings: Every setting, such as ``--train.steps``.
         also: The command's other options.
     """
+    if elsewhere := here_it_is(option):
+        return f"{option}: unknown option; {elsewhere}"
     section, dot, key = option.rpartition(".")
     inside = [name for name in settings if dot and name.startswith(f"{section.replace('_', '-')}.")]
     by_key = {name.rpartition(".")[2]: name for name in reversed(settings)}

@@ -19,6 +19,7 @@ from typing import Any
 import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
+from titan_train.config.elsewhere import here_it_is
 from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error
 from titan_train.config.published import with_published
 from titan_train.config.schema import Config
@@ -167,7 +168,9 @@ def _unknown_keys(tree: Any, cls: type, path: str) -> typing.Iterator[str]:
     names = [f.name for f in dataclasses.fields(cls)]
     for key, value in typing.cast("dict[str, Any]", tree).items():
         if key not in names:
-            yield describe_unknown_key(path, key, names)
+            inside = [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else []
+            of_another = [name for name in inside if here_it_is(name)]  # a section of another trainer
+            yield from (describe_unknown_key(path, name, names) for name in of_another or [key])
             continue
         here = f"{path}.{key}" if path else key
         for inner in _dataclasses_in(hints[key]):
