@@ -10,7 +10,8 @@ ARG TORCH_BACKEND=cpu
 # extras of titan-train, such as ray or ray,tensorboard
 ARG EXTRAS=tensorboard
 COPY packages /src/packages
-RUN cd /src/packages && uv pip install --system --no-cache --torch-backend "${TORCH_BACKEND}" \
+# bytecode is compiled here: the user below cannot write it, and every process would compile torch anew
+RUN cd /src/packages && uv pip install --system --no-cache --compile-bytecode --torch-backend "${TORCH_BACKEND}" \
     ./titan-mesh ./titan-fsdp ./titan-pipeline ./titan-cp ./titan-fp8 ./titan-ckpt "./titan-train[${EXTRAS}]"
 RUN useradd --create-home --home-dir /titan titan
 USER titan

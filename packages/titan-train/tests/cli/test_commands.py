@@ -83,11 +83,12 @@ def test_check_explains_405b_without_memory(capsys):
     assert not torch.cuda.is_initialized()
 
 
-def test_check_imports_neither_the_compiler_nor_what_shards():
-    """Each of them takes longer than the check itself."""
+def test_check_and_generate_import_neither_the_compiler_nor_what_shards(run_dir):
+    """Each of them takes longer than the command itself."""
     code = (
         "import sys; from titan_train.cli import main; "
         "assert main(['check', 'llama3_405b', '--parallel', 'pp8 dp8 tp8']) == 0; "
+        f"assert main(['generate', {str(run_dir)!r}, '--prompt', 'def ', '--max-new-tokens', '4']) == 0; "
         "print([name for name in ('torch._dynamo', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'sympy') "
         "if name in sys.modules])"
     )

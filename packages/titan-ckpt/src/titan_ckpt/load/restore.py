@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_ckpt.comm import ByteComm
 from titan_ckpt.errors import CheckpointError, DamageError, NoIntactStepError, malformed_is_damage
@@ -39,6 +38,7 @@ from titan_ckpt.state.dtypes import DTYPES
 from titan_ckpt.state.leaves import reseed, set_rng_state
 from titan_ckpt.state.model import ModelState, as_modules, model_state
 from titan_ckpt.state.optimizer import OptimRestore
+from titan_ckpt.state.sharding import is_dtensor
 from titan_ckpt.state.train_state import Stateful, TrainState, check_state, listed, shard_of
 from titan_ckpt.steps import leftovers, listing
 from titan_ckpt.storage.paths import StorePath
@@ -340,7 +340,7 @@ class _Restore:
         if tag == "$ordered":
             pairs = [(self._decode(name), item) for name, item in encoded[tag]]
             return collections.OrderedDict((name, self._decode_like(item, like.get(name))) for name, item in pairs)
-        if tag == "$stored" and isinstance(current, DTensor):
+        if tag == "$stored" and is_dtensor(current):
             key = encoded[tag]
             stored = self.reader.index.find("extra", key)
             if stored is None:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_ckpt.format import tagged_json
 from titan_ckpt.format.codec import digest
 from titan_ckpt.state.dtypes import DTYPES, dtype_name
+from titan_ckpt.state.sharding import is_dtensor
 
 _INLINE_BYTES = 4096
 
@@ -39,7 +39,7 @@ class TensorSink:
                 raise TypeError(
                     f"{path} is a {value.layout} tensor on {value.device}. Save dense tensors that have values."
                 )
-            if isinstance(value, DTensor) or value.numel() * value.element_size() > _INLINE_BYTES:
+            if is_dtensor(value) or value.numel() * value.element_size() > _INLINE_BYTES:
                 self.tensors[path] = value
                 return {"$stored": path}
             return {"$tensor": [name, list(value.shape), _base64(tensor_bytes(value.detach()))]}

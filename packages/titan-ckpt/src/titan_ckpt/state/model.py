@@ -5,15 +5,16 @@ module, so it loads into any wrapping. A tensor with several names (tied weights
 a pipeline hold copies of it.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from titan_ckpt.state.sharding import is_dtensor
 
 # The attribute of the wrapped module in torch.compile's OptimizedModule and torch's CheckpointWrapper.
 _WRAPPER_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -112,7 +113,8 @@ def as_modules(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if any(isinstance(module, flat) for module in model.modules()):
         raise ValueError(
             "the model is wrapped by FullyShardedDataParallel, whose flat parameters are not parts of the whole tensors. "
             "Shard it with torch.distributed.fsdp.fully_shard."
@@ -133,7 +135,7 @@ def _transparent(model: nn.Module) -> frozenset[str]:
 
 def _identity(tensor: Tensor) -> Any:
     """A value that is equal for tensors that are the same view of the same memory."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
     if local.layout is not torch.strided or hasattr(local, "__tensor_flatten__") or local.is_meta or not local.numel():
         return id(tensor)
     return (local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride())

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_ckpt.format.index import Index
 from titan_ckpt.state.dtypes import DTYPES
-from titan_ckpt.state.sharding import LocalShard
+from titan_ckpt.state.sharding import LocalShard, is_dtensor
 
 # Which kernel steps is this process's choice, not the run's: fused ones do not take every layout or device.
 _OWN = ("params", "param_names", "fused", "foreach", "capturable")
@@ -211,14 +210,14 @@ def _groups(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Iterator[
 
 def _laid_out(value: Tensor, param: Tensor) -> Tensor:
     """State that an optimizer keeps as a plain tensor for a `DTensor` parameter, in the parameter's layout."""
-    if not isinstance(param, DTensor) or isinstance(value, DTensor):
+    if not is_dtensor(param) or is_dtensor(value):
         return value
     part: Any = param.detach()
     local = tuple(part.to_local().shape)
     if tuple(value.shape) != local or local == tuple(param.shape):
         return value
     mesh, placements = param.device_mesh, param.placements
-    return DTensor.from_local(value, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+    return type(param).from_local(value, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
 def _target(
@@ -244,7 +243,7 @@ def _target(
         return torch.zeros(stored, dtype=dtype, device=device)
     if like_param:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-    if isinstance(param, DTensor) and stored:
+    if is_dtensor(param) and stored:
         raise ValueError(
             f"optimizer state {key!r} of {owner.name!r} has shape {list(stored)}, unlike its parameter's "
             f"{list(param.shape)}: how it is sharded is not known yet. Take one optimizer step, then restore."

@@ -13,13 +13,16 @@ and 2.15 distributed.
 
 import itertools
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Runs = list[tuple[int, int]]
 """Consecutive global indices as (start, length), in local order."""
@@ -115,8 +118,14 @@ def local_part(tensor: Tensor, path: str, shard: LocalShard | None = None) -> Lo
     return LocalPart(part.local, shard.shape, moved)
 
 
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
+    """Whether a value is a `DTensor`; does not import it, which costs a process without any more than torch itself."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
 def _own_part(tensor: Tensor, path: str) -> LocalPart:
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         local = _plain(tensor, path)
         shape = tuple(local.shape)
         return LocalPart(local, shape, ((Chunk((0,) * len(shape), shape), (0,) * len(shape)),))
@@ -150,7 +159,7 @@ def shard_runs(length: int, cuts: Sequence[Cut]) -> Runs:
     return [run for run in runs if run[1]]
 
 
-def _cuts(tensor: DTensor, coordinate: Sequence[int], path: str) -> list[list[Cut]]:
+def _cuts(tensor: "DTensor", coordinate: Sequence[int], path: str) -> list[list[Cut]]:
     spec: Any = tensor._spec
     order = getattr(spec, "shard_order", None)  # newer than torch 2.11; None if _StridedShard has the order
     if order is not None and order != type(spec).compute_default_shard_order(spec.placements):

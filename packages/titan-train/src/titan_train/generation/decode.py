@@ -7,8 +7,9 @@ which gives the same tokens at a higher cost.
 Shapes: B rows, P longest prompt, V vocabulary.
 """
 
+import sys
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -112,8 +113,7 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
             next_logits = _CachedLogits(in_use, [len(prompt) for prompt in prompts], how.compiled, how.multiple_of)
         for step in range(how.max_new_tokens):
             with torch.no_grad():  # not around the yield: that would turn the caller's gradients off, too
-                # sequences grow: compiled blocks would recompile
-                with torch.compiler.set_stance("default" if how.compiled and step else "force_eager"):
+                with _eager_unless(how.compiled and step > 0):
                     logits = next_logits(model, tokens, lengths, step)[:, : how.vocab_size]
                 seen = _seen(tokens, lengths, logits.shape[-1]) if seen is None else seen
                 chosen = choose_tokens(logits, seen, how.sampling, generators)
@@ -125,6 +125,16 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
             if all(ended):
                 return
             yield [None if end else token for end, token in zip(ended, ids, strict=True)]
+
+
+def _eager_unless(compiled: bool) -> AbstractContextManager[object]:
+    """Run compiled blocks eagerly: sequences grow, and each length would be compiled again.
+
+    Where nothing of torch's compiler is imported, nothing is compiled. `set_stance` would import it, for over a second.
+    """
+    if not compiled and "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("default" if compiled else "force_eager")
 
 
 class _CachedLogits:
