@@ -10,7 +10,7 @@ from importlib import resources
 from typing import NamedTuple
 
 
-class Row(NamedTuple):
+class NamesElsewhere(NamedTuple):
     """A setting that has other names elsewhere."""
 
     setting: str
@@ -22,12 +22,12 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def read_table() -> tuple[tuple[str, ...], tuple[Row, ...]]:
+def read_table() -> tuple[tuple[str, ...], tuple[NamesElsewhere, ...]]:
     """The other trainers, and the rows."""
     text = (resources.files("titan_train.config") / "elsewhere.txt").read_text(encoding="utf-8")
     head, *lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
     rows = [
-        Row(cells[0], tuple(tuple(filter(None, cell.split(", "))) for cell in cells[1:-1]), cells[-1])
+        NamesElsewhere(cells[0], tuple(tuple(filter(None, cell.split(", "))) for cell in cells[1:-1]), cells[-1])
         for cells in lines
     ]
     return tuple(head[1:-1]), tuple(rows)
@@ -59,9 +59,9 @@ def markdown() -> str:
 
 
 @functools.cache
-def _by_name() -> dict[str, Row]:
+def _by_name() -> dict[str, NamesElsewhere]:
     """Rows by each name; a section may be left out of names of several words. The first row of a name counts."""
-    found: dict[str, Row] = {}
+    found: dict[str, NamesElsewhere] = {}
     rows = read_table()[1]
     for row in rows:
         for name in (name for names in row.names for name in names):
