@@ -236,6 +236,10 @@ def _target(
     present = owner.optim.state.get(param, {}).get(key)
     like_param = stored == (tuple(param.shape) if shard is None else shard.shape)
     shape = tuple(param.shape) if like_param else stored
+    if shard is not None and not like_param and isinstance(present, Tensor):
+        here = tuple(_laid_out(present, param).shape)
+        place = shard.of_state(here, tuple(param.shape))
+        shape = here if place is not None and place.shape == stored else stored
     if isinstance(present, Tensor) and tuple(_laid_out(present, param).shape) == shape and present.dtype == dtype:
         return present
     if key == "step":  # a counter, on the device only if the optimizer reads it there

@@ -86,6 +86,22 @@ class LocalShard:
     offsets: tuple[int, ...]
     """Where this rank's tensor starts in it, per dimension."""
 
+    def of_state(self, state: tuple[int, ...], tensor: tuple[int, ...]) -> "LocalShard | None":
+        """The place of optimizer state that has the tensor's shape, or 1 in some dimensions, such as one value for each row.
+
+        Args:
+            state: Shape of the state on this rank.
+            tensor: Shape of the tensor on this rank.
+
+        Returns:
+            None for state of any other shape, such as a step counter: it is not cut like the tensor.
+        """
+        if len(state) != len(tensor) or any(s not in (1, n) for s, n in zip(state, tensor, strict=True)):
+            return None
+        one = [s == 1 != n for s, n in zip(state, tensor, strict=True)]
+        shape = tuple(1 if alone else n for alone, n in zip(one, self.shape, strict=True))
+        return LocalShard(shape, tuple(0 if alone else at for alone, at in zip(one, self.offsets, strict=True)))
+
 
 def local_part(tensor: Tensor, path: str, shard: LocalShard | None = None) -> LocalPart:
     """What this rank holds of ``tensor``.

@@ -116,8 +116,7 @@ def shard_of(
     name = key.rpartition("/")[0]
     if section != "optim" or name not in shards or name not in model.tensors:
         return None
-    # A step counter or a factored moment is not cut like the parameter.
-    return shards[name] if shape == tuple(model.tensors[name].shape) else None
+    return shards[name].of_state(shape, tuple(model.tensors[name].shape))
 
 
 @dataclass(slots=True)
