@@ -8,11 +8,65 @@ from titan_train.values import Range, check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MuonConfig:
+    """How Muon updates matrices (optimizer.name = "muon"); all other parameters are AdamW's, with the settings above."""
+
+    lr_scale: Annotated[float, Range(above=0)] = 1.0
+    """Muon's learning rate over optimizer.lr. 1 fits scale "moonlight"; "original" wants about 0.02 in all."""
+
+    momentum: Annotated[float, Range(0, below=1, note="the default is 0.95")] = 0.95
+    """Decay of the gradient's running mean."""
+
+    nesterov: bool = True
+    """Orthogonalize the mean of the gradient and its running mean, not the running mean alone."""
+
+    scale: Literal["moonlight", "original"] = "moonlight"
+    """moonlight: 0.2 sqrt(max(rows, columns)), so that lr and weight decay of AdamW fit. original: sqrt(max(1, rows /
+    columns))."""
+
+    coefficients: Literal["quintic", "polar_express"] = "quintic"
+    """Five Newton-Schulz steps with the same polynomial (quintic), or with five that converge faster (polar_express)."""
+
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Dtype of the Newton-Schulz steps, and of what ranks exchange for them."""
+
+    normuon: bool = False
+    """Divide each row of the update by the root of a running mean of its squares (NorMuon)."""
+
+    normuon_beta2: Annotated[float, Range(0, below=1, note="the default is 0.95")] = 0.95
+    """Decay of that running mean."""
+
+    groups: dict[str, Literal["muon", "adamw"]] = field(default_factory=dict)
+    """Exceptions by pattern to which matrices Muon takes, such as {"lm_head" = "muon", "projector" = "adamw"}; patterns as in
+    lr_scales. By default it takes the matrices of linear layers and experts, without embeddings, head, router and adapters."""
+
+    splits: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Fused matrices by pattern, which are orthogonalized in parts: the proportions of their rows, such as
+    {"wqkv" = [4, 1, 1], "gate_up" = [1, 1]}."""
+
+    heads: dict[str, Annotated[int, Range(1)]] = field(default_factory=dict)
+    """Matrices by pattern that are orthogonalized by head: the number of equal parts of their rows, such as
+    {"attention.w[qk]" = 32}."""
+
+    def __post_init__(self) -> None:
+        check_values("optimizer.muon", self)
+        for table in ("groups", "splits", "heads"):
+            check_patterns(f"optimizer.muon.{table}", getattr(self, table))
+        for pattern, parts in self.splits.items():
+            if len(parts) < 2 or min(parts) < 1:
+                raise ValueError(
+                    f"optimizer.muon.splits.{pattern}={list(parts)} is not the proportions of at least two parts. Give positive "
+                    "numbers, such as [4, 1, 1]."
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """Optimizer, with exceptions by pattern of parameter name."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """adamw (decoupled weight decay), or sgd with momentum beta1 (weight decay added to the gradient)."""
+    name: Literal["adamw", "muon", "sgd"] = "adamw"
+    """adamw (decoupled weight decay); muon for matrices, with adamw for all else; or sgd with momentum beta1 (weight decay added
+    to the gradient)."""
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate; the schedule multiplies it."""
@@ -42,8 +96,19 @@ class OptimizerConfig:
     """Steps at the start of the run in which parameters are not trained, by pattern, such as
     {"^(?!vision.projector)" = 200}, which trains the projector first and then all; patterns as in lr_scales."""
 
+    muon: MuonConfig = field(default_factory=MuonConfig)
+
     fused: Literal["auto", "never"] = "auto"
     """auto takes the fused kernel on CUDA and CPU (sgd: unless weights are sharded); never takes torch's default."""
+
+    @property
+    def state_bytes(self) -> tuple[float, float]:
+        """Bytes of state for each element of Muon's matrices, and of every other parameter.
+
+        NorMuon's row means, 4 bytes a row, are left out: a row has thousands of elements.
+        """
+        other = {"adamw": 8.0, "muon": 8.0, "sgd": 4.0 if self.beta1 > 0 else 0.0}[self.name]
+        return (4.0 if self.name == "muon" else other), other
 
     def __post_init__(self) -> None:
         check_values("optimizer", self)

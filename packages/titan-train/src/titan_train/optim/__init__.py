@@ -1,4 +1,10 @@
-"""Optimizers with parameter groups by pattern, and learning-rate schedules."""
+"""Optimizers with parameter groups by pattern, and learning-rate schedules.
+
+- `groups`: which parameter gets which settings; `matrices`: which are Muon's. `build`: the optimizer; `update`: AdamW's kernel.
+- `newton_schulz`: Muon's update of one matrix. `ownership`: which rank computes it. `muon`: the optimizer;
+  `muon_step`: its messages between ranks.
+- `schedule`: the learning rate of a step. `average`: EMA and mean of weights. `spikes`: steps that are left out.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -7,9 +13,11 @@ from titan_train.lazy import first_use
 if TYPE_CHECKING:
     from titan_train.optim.build import build_optimizer, check_restored
     from titan_train.optim.groups import ParameterGroup, plan_groups
+    from titan_train.optim.muon import Muon
     from titan_train.optim.schedule import Scheduler, build_scheduler, lr_factor
 
 __all__ = [
+    "Muon",
     "ParameterGroup",
     "Scheduler",
     "build_optimizer",

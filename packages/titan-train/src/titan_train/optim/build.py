@@ -4,16 +4,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from titan_ckpt import LocalShard
 from titan_fsdp import is_dtensor
 from torch import nn
 
 from titan_train.config.optimizer import OptimizerConfig
-from titan_train.optim.groups import plan_groups
+from titan_train.optim.groups import ParameterGroup, plan_groups
+from titan_train.optim.matrices import parts_of_rows
+from titan_train.optim.muon import Muon
+from titan_train.optim.muon_step import MuonMatrix
+from titan_train.optim.newton_schulz import Rule
+from titan_train.optim.ownership import Stack
+from titan_train.parallel.param_shard import ParamShards
 from titan_train.parallel.tied import ParameterNames
 
 # fused AdamW and SGD exist for these; only AdamW's takes DTensors (checked on torch 2.11 and 2.15 by a test)
 _FUSED_DEVICES = ("cuda", "cpu")
-_KINDS = {"exp_avg": "adamw", "momentum_buffer": "sgd"}
+_KINDS = {"exp_avg": "adamw", "momentum_buffer": "sgd", "muon_momentum": "muon"}
 
 
 def build_optimizer(
@@ -22,6 +30,9 @@ def build_optimizer(
     *,
     names: ParameterNames | None = None,
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    cuts: ParamShards | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer over a model's trainable parameters.
 
@@ -31,6 +42,9 @@ def build_optimizer(
         config: Kind, hyperparameters, and exceptions by pattern.
         names: The whole model's, where ``model`` is part of one: a pattern may be for a parameter that another rank has.
         make: Builds an optimizer of yours from the groups; None builds ``config.name``.
+        cuts: What tensor and expert parallelism cut of this rank's parameters.
+        group: The ranks that together hold each matrix that Muon takes; None if this one does.
+        device: Where Muon computes; None is where the parameters are.
 
     Returns:
         An optimizer whose groups carry ``lr`` (already scaled), ``weight_decay`` and ``param_names``, the clean names
@@ -40,34 +54,72 @@ def build_optimizer(
         ValueError: A pattern is found in no parameter's name, patterns contradict each other for a tied weight, or the
             model has nothing to train.
     """
-    groups = plan_groups(model, config, names=names)
+    groups = plan_groups(model, config, names=names, cuts=cuts)
     if not groups:
         kind = type(model).__name__ if isinstance(model, nn.Module) else "this rank's part of the model"
         raise ValueError(f"{kind} has no parameter with requires_grad: there is nothing to train.")
     param_groups: list[dict[str, Any]] = [
         {
-            "params": list(zip(group.fqns, group.parameters, strict=True)),
-            "lr": config.lr * group.lr_scale,
-            "weight_decay": group.weight_decay,
-            **({"frozen_steps": group.frozen_steps} if config.frozen_steps else {}),
+            "params": list(zip(found.fqns, found.parameters, strict=True)),
+            "lr": config.lr * found.lr_scale,
+            "weight_decay": found.weight_decay,
+            **({"frozen_steps": found.frozen_steps} if config.frozen_steps else {}),
         }
-        for group in groups
+        for found in groups
     ]
     if make is not None:
         return make(param_groups)
-    parameters = [p for group in groups for p in group.parameters]
+    parameters = [p for found in groups for p in found.parameters]
     takes = all(p.device.type in _FUSED_DEVICES for p in parameters)
-    takes = takes and (config.name == "adamw" or not any(is_dtensor(p) for p in parameters))
+    takes = takes and (config.name != "sgd" or not any(is_dtensor(p) for p in parameters))
     fused = True if config.fused == "auto" and takes else None
     if config.name == "sgd":
         return torch.optim.SGD(param_groups, lr=config.lr, momentum=config.beta1, fused=fused)
+    if config.name == "muon":
+        return _muon(groups, param_groups, config, names, cuts or {}, group, device, fused)
     return torch.optim.AdamW(
         param_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
     )
 
 
+def _muon(
+    groups: Sequence[ParameterGroup],
+    param_groups: Sequence[dict[str, Any]],
+    config: OptimizerConfig,
+    names: ParameterNames | None,
+    cuts: ParamShards,
+    group: dist.ProcessGroup | None,
+    device: torch.device | None,
+    fused: bool | None,
+) -> Muon:
+    muon = config.muon
+    matrices: list[MuonMatrix] = []
+    for found, settings in zip(groups, param_groups, strict=True):
+        settings |= {"kind": found.kind, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        if found.kind == "adamw":
+            continue
+        settings["lr"] *= muon.lr_scale
+        for name, parameter in zip(found.fqns, found.parameters, strict=True):
+            cut = cuts.get(name)
+            shape = tuple(parameter.shape) if cut is None else cut.global_shape
+            parts = parts_of_rows(muon, names[name] if names else (name,), shape[-2])
+            stack = Stack((shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1]), parts)
+            shard = None if cut is None or cut.pieces == 1 else LocalShard(cut.global_shape, cut.offset)
+            matrices.append(MuonMatrix(name, parameter, stack, shard))
+    rule = Rule(
+        muon.coefficients,
+        muon.scale,
+        torch.bfloat16 if muon.dtype == "bf16" else torch.float32,
+        muon.normuon_beta2 if muon.normuon else None,
+    )
+    return Muon(
+        param_groups, matrices, rule=rule, momentum=muon.momentum, nesterov=muon.nesterov, group=group, device=device,
+        fused=fused,
+    )  # fmt: skip
+
+
 def check_restored(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Refuse the restored state of another kind of optimizer than ``name`` ("adamw" or "sgd").
+    """Refuse the restored state of another kind of optimizer than ``name`` ("adamw", "muon" or "sgd").
 
     Settings are the configuration's: a checkpoint is restored with ``TrainState(own_settings=True)``. So weight decay and betas
     may change at a resume, parameters may be frozen or thawed, and tables of patterns may come and go. The kind must stay.
@@ -75,10 +127,14 @@ def check_restored(optimizer: torch.optim.Optimizer, name: str) -> None:
     Raises:
         ValueError: The checkpoint was saved with it.
     """
-    saved = {kind for state in optimizer.state.values() for key, kind in _KINDS.items() if key in state} - {name}
-    if saved:
-        raise ValueError(
-            f"optimizer.name={name!r}, and the checkpoint holds the state of {min(saved)!r}, which {name!r} cannot use. Resume "
-            f"with optimizer.name={min(saved)!r}, or start another run from the weights: titan-train export RUN --to hf, then "
-            "model.init='hf:DIR'."
-        )
+    for group in optimizer.param_groups:
+        own = group.get("kind", name)
+        for parameter, fqn in zip(group["params"], group["param_names"], strict=True):
+            saved = {kind for key, kind in _KINDS.items() if key in optimizer.state.get(parameter, {})} - {own}
+            if saved:
+                raise ValueError(
+                    f"optimizer.name={name!r}, which updates {fqn} by {own!r}, and the checkpoint holds the state of "
+                    f"{min(saved)!r}, which {own!r} cannot use. Resume with the optimizer.name and optimizer.muon.groups of the "
+                    "checkpoint, or start another run from the weights: titan-train export RUN --to hf, then "
+                    "model.init='hf:DIR'."
+                )

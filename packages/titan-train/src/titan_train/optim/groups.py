@@ -10,22 +10,24 @@ of a state space (Mamba's ``A_log``), whose zero is a value like any other.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from titan_fsdp import clean_fqn, is_dtensor, unwrap
 from torch import nn
 
 from titan_train.config.optimizer import OptimizerConfig
+from titan_train.optim.matrices import UNDECAYED, check_parts, matrix_kinds, muon_names
+from titan_train.parallel.param_shard import ParamShards
 from titan_train.parallel.tied import ParameterNames, parameter_names
 from titan_train.values import did_you_mean
-
-# biases of any number of dimensions, and Mamba's rates
-_UNDECAYED = re.compile(r"(?:^|[._])bias(?:es)?$|(?:^|\.)(?:A_log|D|dt_bias)$")
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
     """Parameters that share a learning-rate scale and a weight decay."""
 
+    kind: Literal["adamw", "muon", "sgd"]
+    """What updates them."""
     lr_scale: float
     """Multiplies the learning rate."""
     weight_decay: float
@@ -39,7 +41,11 @@ class ParameterGroup:
 
 
 def plan_groups(
-    model: nn.Module | Sequence[nn.Module], config: OptimizerConfig, *, names: ParameterNames | None = None
+    model: nn.Module | Sequence[nn.Module],
+    config: OptimizerConfig,
+    *,
+    names: ParameterNames | None = None,
+    cuts: ParamShards | None = None,
 ) -> list[ParameterGroup]:
     """Sort a model's trainable parameters into groups.
 
@@ -48,6 +54,7 @@ def plan_groups(
         config: Patterns and defaults.
         names: The whole model's, where ``model`` is part of one: a pattern may be for a parameter that another rank has,
             or for the name that a tied one has there.
+        cuts: What tensor and expert parallelism cut of this rank's.
 
     Returns:
         Groups in the order of their first parameter. DTensors and plain tensors never share a group, because fused
@@ -55,27 +62,38 @@ def plan_groups(
 
     Raises:
         ValueError: A pattern is found in no parameter's name (the message lists near names), or two patterns give the two
-            names of a tied weight different values.
+            names of a tied weight different values. Or a pattern of ``optimizer.muon`` gives Muon what it must not take.
     """
     parts = [unwrap(part) for part in ([model] if isinstance(model, nn.Module) else model)]
     named = [(clean_fqn(fqn), p) for part in parts for fqn, p in part.named_parameters() if p.requires_grad]
+    whole = names is None
     names = names or {name: every for part in parts for name, every in parameter_names(part).items()}
+    taken: list[str] = []
+    if config.name == "muon":
+        _require_matches("optimizer.muon.groups", config.muon.groups, list(names))
+        kinds = {name: kind for part in parts for name, kind in matrix_kinds(part, cuts or {}).items()}
+        taken = muon_names(kinds, config.muon, names)
+        if whole:  # a stage need not have what a pattern is for
+            check_parts(config.muon, {name: kinds[name].shape for name in taken}, names)
     for table in ("lr_scales", "weight_decays", "frozen_steps"):
         _require_matches(f"optimizer.{table}", getattr(config, table), list(names))
         for every in dict.fromkeys(names.values()):
             _require_one_value(f"optimizer.{table}", getattr(config, table), every)
 
+    other: Literal["adamw", "sgd"] = "sgd" if config.name == "sgd" else "adamw"
+    matrices = frozenset(taken)
     vectors = {key for part in parts for key in _undecayed(part)}
-    groups: dict[tuple[float, float, int, bool], list[tuple[str, nn.Parameter]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
     for fqn, parameter in named:
         every = names[fqn]
         scale = first_match(config.lr_scales, every, 1.0)
         decay = first_match(config.weight_decays, every, 0.0 if id(parameter) in vectors else config.weight_decay)
         frozen = int(first_match(config.frozen_steps, every, 0))
-        groups.setdefault((scale, decay, frozen, is_dtensor(parameter)), []).append((fqn, parameter))
+        kind = "muon" if fqn in matrices else other
+        groups.setdefault((kind, scale, decay, frozen, is_dtensor(parameter)), []).append((fqn, parameter))
     return [
-        ParameterGroup(scale, decay, frozen, tuple(fqn for fqn, _ in members), tuple(p for _, p in members))
-        for (scale, decay, frozen, _), members in groups.items()
+        ParameterGroup(kind, scale, decay, frozen, tuple(fqn for fqn, _ in members), tuple(p for _, p in members))
+        for (kind, scale, decay, frozen, _), members in groups.items()
     ]
 
 
@@ -88,7 +106,7 @@ def _undecayed(model: nn.Module) -> set[int]:
     """Ids of the parameters without default decay: vectors, scalars, all parameters of normalization layers, biases of stacked
     experts (one row each), and what state-space models keep as logarithms of rates.
     """
-    found = {id(p) for name, p in model.named_parameters() if p.ndim < 2 or _UNDECAYED.search(name)}
+    found = {id(p) for name, p in model.named_parameters() if p.ndim < 2 or UNDECAYED.search(name)}
     norms = (m for m in model.modules() if "norm" in type(m).__name__.lower())
     return found | {id(p) for m in norms for p in m.parameters(recurse=False)}
 

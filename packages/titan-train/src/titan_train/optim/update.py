@@ -12,6 +12,7 @@ Limits: torch's fused AdamW, on one device, and only once each parameter has its
 first one of a parameter that thaws are ``optimizer.step()``.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,29 +45,42 @@ def update(optimizer: torch.optim.Optimizer, not_finite: Tensor) -> None:
         not_finite: 1 to leave all as it is, else 0: a float32 scalar on the parameters' device.
     """
     for group in optimizer.param_groups:
-        trained = [p for p in group["params"] if p.grad is not None]
-        if not trained:
-            continue
-        states: list[dict[str, Any]] = [optimizer.state[p] for p in trained]
-        beta1, beta2 = group["betas"]
-        adamw(
-            [_local(p) for p in trained],
-            [_local(p.grad) for p in trained],
-            [_local(state["exp_avg"]) for state in states],
-            [_local(state["exp_avg_sq"]) for state in states],
-            [],
-            [_local(state["step"]) for state in states],
-            fused=True,
-            found_inf=not_finite,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
+        update_group(optimizer, group, not_finite)
 
 
-def _local(tensor: Tensor) -> Tensor:
+@torch.no_grad()
+def update_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], not_finite: Tensor | None = None) -> None:
+    """AdamW on one group of parameters, whose state is there.
+
+    Args:
+        optimizer: Holds the state.
+        group: Its parameters and settings.
+        not_finite: As for `update`, of a group with ``fused``; None updates.
+    """
+    trained = [p for p in group["params"] if p.grad is not None]
+    if not trained:
+        return
+    states: list[dict[str, Any]] = [optimizer.state[p] for p in trained]
+    beta1, beta2 = group["betas"]
+    adamw(
+        [local_tensor(p) for p in trained],
+        [local_tensor(p.grad) for p in trained],
+        [local_tensor(state["exp_avg"]) for state in states],
+        [local_tensor(state["exp_avg_sq"]) for state in states],
+        [],
+        [local_tensor(state["step"]) for state in states],
+        fused=group["fused"],
+        found_inf=not_finite,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """A tensor, or this rank's part of one that is sharded; it shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -137,7 +137,18 @@ class Trainer(TrainingLoop):
             task=self.task,
         )
         make = self._make_optimizer and partial(make_optimizer, self._make_optimizer)
-        self.optimizer = build_optimizer(self.model.parts, config.optimizer, names=self.model.names, make=make)
+        holders = None
+        if self.mesh is not None and config.optimizer.name == "muon":
+            holders = self.mesh.group("tokens" if plan.mode == "ddp" else "matrices")
+        self.optimizer = build_optimizer(
+            self.model.parts,
+            config.optimizer,
+            names=self.model.names,
+            make=make,
+            cuts=self.model.cuts,
+            group=holders,
+            device=self.device,
+        )
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
         self._loader = self._make_loader(self._inputs.train, plan.batch.ramp)
         if isinstance(self._loader, DataLoader):

@@ -54,7 +54,9 @@ def build_layout(config: Config, world_size: int, *, device: str = "") -> Layout
             "and ddp shards nothing. Use mode 'fsdp' or 'hsdp' with dp_shard > 1, or ep=1."
         )
     # named here, so that every rank makes the same groups: who shares a row, and who sees other tokens than this rank
-    return layout.flatten("sequence", ("cp", "tp")).flatten("tokens", ("dp_replicate", "dp_shard", "cp", "tp"))
+    layout = layout.flatten("sequence", ("cp", "tp")).flatten("tokens", ("dp_replicate", "dp_shard", "cp", "tp"))
+    # and who together hold each matrix of a model copy's stage
+    return layout.flatten("matrices", ("dp_shard", "cp", "tp")) if config.optimizer.name == "muon" else layout
 
 
 def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32") -> Mode:
