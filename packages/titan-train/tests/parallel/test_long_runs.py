@@ -1,4 +1,4 @@
-"""Batch ramps, averages of weights and skipped spikes: the same under every layout, and after every resume.
+"""Batch ramps, averages of weights, skipped spikes and muP: the same under every layout, and after every resume.
 
 Tolerances as in test_matrix.py: sums in another order, amplified by AdamW's division.
 """
@@ -12,12 +12,16 @@ import torch
 from titan_testing import run_ranks
 
 SECTIONS = {
+    "model": {
+        "name": "llama3_debug", "seq_len": 32, "parametrization": "mup", "base_dim": 32, "base_layers": 2,
+        "args": {"num_layers": 4, "num_kv_heads": 4, "tied_embeddings": True},
+    },
     "train": {"steps": 8, "global_batch": 8, "ramp_from": 2, "ramp_tokens": 512, "microbatch": 1},
     "average": {"ema_decay": 0.5, "ema_every": 2, "use": "ema"},
     "spikes": {"sigma": 3.0, "window": 2},
     "validation": {"every": 4, "steps": 1},
     "checkpoint": {"every": 3},
-}
+}  # fmt: skip
 LAYOUTS = {
     "fsdp2": {"parallel": {"dp_shard": 2}},
     "tp2": {"parallel": {"tp": 2}},

@@ -44,7 +44,9 @@ _MEMORY = {
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
-    parser.usage = "titan-train check CONFIG [--devices N] [--rehearse | --hardware NAME] [--section.key value ...]"
+    parser.usage = (
+        "titan-train check CONFIG [--devices N] [--rehearse | --hardware NAME | --coordinates] [--section.key V]"
+    )
     parser.add_config()
     parser.add_code()
     parser.add_argument(
@@ -57,16 +59,25 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         "--hardware", metavar="NAME", help="predict speed and memory on a shipped machine, or one of doctor --bench"
     )
     parser.add_argument("--constants", metavar="FILE", help="with --hardware: constants of titan-train plan calibrate")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="with --hardware: write the picture here")
+    parser.add_argument(
+        "--coordinates",
+        action="store_true",
+        help="train narrow models of this family for some steps: do activations move as far at any width (muP)?",
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="with --hardware or --coordinates: write the picture here"
+    )
     arguments, settings = parser.parse_with_settings(words)
     config = parser.read_config(arguments.config, settings)
     config, devices = _on_devices(config, arguments.devices)
     if arguments.hardware is not None:
         return _predict(arguments, config, devices)
-    if arguments.constants is not None or arguments.svg is not None:
+    if arguments.constants is not None or (arguments.svg is not None and not arguments.coordinates):
         raise ValueError(
             "--constants and --svg go with --hardware, such as --hardware h100. Add it, or leave them out."
         )
+    if arguments.coordinates:
+        return _coordinates(arguments, config)
     # Importing torch makes a million objects that stay, and this command is over before garbage could matter.
     gc.disable()
     try:
@@ -120,6 +131,19 @@ def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int
     return 0
 
 
+def _coordinates(arguments: argparse.Namespace, config: Config) -> int:
+    """The coordinate check; 2 if activations do not move as far at every width."""
+    from titan_train.train.coordinates import check_coordinates, coordinates_svg, coordinates_text
+
+    found = check_coordinates(config)
+    print(f"{config.model.name}, model.parametrization={config.model.parametrization!r}, {config.optimizer.name}")
+    print(coordinates_text(found, config.model.parametrization))
+    if arguments.svg:
+        arguments.svg.write_text(coordinates_svg(found))
+        print(f"\npicture: {arguments.svg}")
+    return 0 if found.flat else 2
+
+
 def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
     from titan_train.cli.run import check_start
     from titan_train.parallel.layout.batch import tokens_at_once
@@ -161,6 +185,8 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
         f"compute  {flops / 1e9:,.3f} GFLOP per token, "
         f"{flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP per step"
     )
+    if config.model.parametrization != "standard":
+        print(_group_lines(config, model))
     if config.float8.recipe != "none":
         print(_float8_lines(config, model, tokens_at_once(batch, config, layout)))
     if schedule is not None:
@@ -177,6 +203,22 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
         print(f"\n{_transfers(config, devices, task.vocab_size(config))}")
     print("\nthe configuration is valid")
     return 0
+
+
+def _group_lines(config: Config, model: "nn.Module") -> str:
+    """The learning rate and weight decay of each group of parameters."""
+    from titan_train.optim import plan_groups
+
+    lines: list[str] = []
+    for group in plan_groups(model, config.optimizer):
+        count = sum(parameter.numel() for parameter in group.parameters)
+        first, *others = group.fqns
+        more = f" and {len(others)} more" if others else ""
+        lines.append(
+            f"lr {config.optimizer.lr * group.lr_scale:.3g} (x {group.lr_scale:.4g}), weight decay {group.weight_decay:.3g}: "
+            f"{count:,} in {first}{more}"
+        )
+    return "groups   " + "\n         ".join(lines)
 
 
 def _names_shipped_data(config: Config) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from titan_train.models.registry import list_models
 from titan_train.values import Count, Range, check_values, did_you_mean
@@ -23,6 +23,17 @@ class ModelConfig:
     """Changes to the shipped model's arguments, such as {num_layers = 4}, to fields of config.json ("hf:DIR"; a dot leads
     into an object: {"rope_parameters.rope_theta" = 1e6}), or the arguments of your own callable. Values are numbers,
     strings, booleans, or lists of these."""
+
+    parametrization: Literal["standard", "mup"] = "standard"
+    """mup scales initial weights and learning rates by width and depth, so that settings found on a small model serve a large
+    one; standard does not. For adamw, muon and the shipped decoders of text."""
+
+    base_dim: Annotated[int, Range(0, note="with mup, the dim of the small model")] = 0
+    """With parametrization = "mup": dim of the model that optimizer.lr was found on. All widths grow with dim, heads by
+    number."""
+
+    base_layers: Annotated[int, Range(0, note="0 does not scale by depth")] = 0
+    """With parametrization = "mup": its layers, so that each layer adds a share of its output; 0 does not scale by depth."""
 
     task: str = ""
     """What the model is trained on: "text", or a task of an installed package; empty takes what the model's family says."""
@@ -69,6 +80,17 @@ class ModelConfig:
             )
         if self.init and not (self.init.startswith("hf:") and self.init != "hf:"):
             raise ValueError(f"model.init={self.init!r} is not a source of weights. Write 'hf:DIR', or leave it empty.")
+        if (self.parametrization == "mup") != bool(self.base_dim) or (self.base_layers and not self.base_dim):
+            raise ValueError(
+                f"model.parametrization={self.parametrization!r}, model.base_dim={self.base_dim} and "
+                f"model.base_layers={self.base_layers}: 'mup' needs base_dim, the width that optimizer.lr was found on, and "
+                "nothing else takes it. Set parametrization='mup' and base_dim, or neither."
+            )
+        if self.parametrization == "mup" and (self.init or ":" in self.name):
+            raise ValueError(
+                f"model.parametrization='mup' says how a shipped decoder's weights start, and model.name={self.name!r} with "
+                f"model.init={self.init!r} has its own. Set parametrization='standard'."
+            )
         if self.init_changes and not self.init:
             raise ValueError(
                 f"model.init_changes={list(self.init_changes)} says what may differ from model.init, which is empty. Set "

@@ -40,6 +40,21 @@ class ModelChoice(Protocol):
         ...
 
     @property
+    def parametrization(self) -> str:
+        """How weights and rates scale with width: "standard" or "mup"."""
+        ...
+
+    @property
+    def base_dim(self) -> int:
+        """Width of the model that settings were found on, for "mup"."""
+        ...
+
+    @property
+    def base_layers(self) -> int:
+        """Its layers; 0 does not scale by depth."""
+        ...
+
+    @property
     def lora_rank(self) -> int:
         """Rank of adapters beside a model of transformers; 0 is none."""
         ...

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titan_train.models.arguments import ModelChoice, model_args
+from titan_train.models.parametrization import parametrize
 from titan_train.models.registry import find_model
 from titan_train.trust.factory import describe_error, import_factory
 from titan_train.values import did_you_mean
@@ -37,7 +38,10 @@ def build_model(config: ModelChoice, *, vocab_size: int | None, device: torch.de
             return build_hf(config, vocab_size=vocab_size)
         if ":" in config.name:
             return _build_own(config, vocab_size)
-        return find_model(config.name)[0].build(model_args(config, vocab_size=vocab_size))
+        model = find_model(config.name)[0].build(model_args(config, vocab_size=vocab_size))
+    if config.parametrization == "mup":
+        parametrize(model, base_dim=config.base_dim, base_layers=config.base_layers)
+    return model
 
 
 class SkipRandomFill(TorchFunctionMode):

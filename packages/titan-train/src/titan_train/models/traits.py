@@ -18,6 +18,8 @@ import torch
 from titan_fsdp import unwrap
 from torch import Tensor, nn
 
+from titan_train.models.parametrization import Parametrization
+
 
 class Traits:
     """Every trait with its type and its default."""
@@ -68,6 +70,8 @@ class Traits:
     """Of a model of transformers: peft's configuration of its adapters."""
     own_family: Any = None
     """Of a model of transformers: the `titan_train.models.family.Family` made from the model itself."""
+    parametrization: Parametrization | None = None
+    """How initial weights and learning rates scale with width and depth (muP); set by titan-train."""
 
 
 def traits_of(model: nn.Module) -> Traits:

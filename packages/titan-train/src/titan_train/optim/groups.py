@@ -16,6 +16,8 @@ from titan_fsdp import clean_fqn, is_dtensor, unwrap
 from torch import nn
 
 from titan_train.config.optimizer import OptimizerConfig
+from titan_train.models.parametrization import Update
+from titan_train.models.traits import traits_of
 from titan_train.optim.matrices import UNDECAYED, check_parts, matrix_kinds, muon_names
 from titan_train.parallel.param_shard import ParamShards
 from titan_train.parallel.tied import ParameterNames, parameter_names
@@ -82,6 +84,13 @@ def plan_groups(
 
     other: Literal["adamw", "sgd"] = "sgd" if config.name == "sgd" else "adamw"
     matrices = frozenset(taken)
+    scaled = next((p for part in parts if (p := traits_of(part).parametrization) is not None), None)
+    if scaled is not None and config.name == "sgd":
+        raise ValueError(
+            "model.parametrization='mup' scales learning rates for adamw and muon, and optimizer.name='sgd' takes other steps. "
+            "Set optimizer.name='adamw', or model.parametrization='standard'."
+        )
+    of_muon: Update = "rms" if config.muon.scale == "moonlight" else "spectral"
     vectors = {key for part in parts for key in _undecayed(part)}
     groups: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
     for fqn, parameter in named:
@@ -90,6 +99,9 @@ def plan_groups(
         decay = first_match(config.weight_decays, every, 0.0 if id(parameter) in vectors else config.weight_decay)
         frozen = int(first_match(config.frozen_steps, every, 0))
         kind = "muon" if fqn in matrices else other
+        if scaled is not None:
+            by = of_muon if kind == "muon" else "adam"
+            scale, decay = scale * scaled.rate_scale(every, by), decay * scaled.decay_scale(every, by)
         groups.setdefault((kind, scale, decay, frozen, is_dtensor(parameter)), []).append((fqn, parameter))
     return [
         ParameterGroup(kind, scale, decay, frozen, tuple(fqn for fqn, _ in members), tuple(p for _, p in members))

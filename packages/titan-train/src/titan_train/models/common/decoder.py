@@ -18,6 +18,7 @@ from titan_train.models.common.hf import HuggingFace, compare_settings
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.rope import rope_cos_sin
+from titan_train.models.parametrization import Parametrization
 
 
 class Decoder(nn.Module):
@@ -27,6 +28,9 @@ class Decoder(nn.Module):
     """The family's format on Hugging Face."""
     args: Any
     """What the family builds the model from."""
+
+    parametrization: Parametrization | None = None
+    """How weights and rates scale with width and depth; None is as usual."""
 
     supports_kv_cache = True
     """Tokens meet only in `CausalAttention`, so generation may put a key-value cache there."""
@@ -154,7 +158,7 @@ class Decoder(nn.Module):
 
         Norms are one and biases zero; matrices, stacked experts among them, are normal with standard deviation 0.02, those
         that write to the residual stream (``wo``, ``w2``) 0.02 / sqrt(2 * num_layers), so that its variance does not grow
-        with depth (GPT-2).
+        with depth (GPT-2). A `parametrization` scales them by width and depth.
 
         Args:
             fqn: Name of the parameter in this model.
@@ -162,11 +166,14 @@ class Decoder(nn.Module):
             generator: Source of all randomness, on the tensor's device.
         """
         owner, leaf = fqn.split(".")[-2:]
+        own = self.parametrization
+        scale = 1.0 if own is None else own.init_scale(fqn)
         if leaf == "bias":
             nn.init.zeros_(tensor)
         elif owner.endswith("norm"):
-            nn.init.ones_(tensor)
+            nn.init.constant_(tensor, scale)
         elif owner in ("wo", "w2") or leaf == "w2":
-            nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * self.num_layers), generator=generator)
+            layers = self.num_layers if own is None else own.base_layers
+            nn.init.normal_(tensor, std=0.02 * scale / math.sqrt(2 * layers), generator=generator)
         else:
-            nn.init.normal_(tensor, std=0.02, generator=generator)
+            nn.init.normal_(tensor, std=0.02 * scale, generator=generator)
