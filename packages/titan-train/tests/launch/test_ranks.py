@@ -3,6 +3,7 @@ import os
 
 import pytest
 from titan_testing import run_ranks
+from titan_train.cli import check
 from titan_train.config import Config, LaunchConfig, ParallelConfig, load_config
 from titan_train.config.launch import RayConfig
 from titan_train.launch.rank import info, worker
@@ -81,9 +82,18 @@ def test_of_gpus_cut_into_instances_a_process_has_one(two_gpus, monkeypatch):
 def test_without_a_gpu_ranks_are_cpu_ranks_and_cuda_is_refused():
     assert device_type(LaunchConfig()) == "cpu"
     assert ranks_per_node(LaunchConfig(nproc=3)) == 3
-    assert ranks_per_node(LaunchConfig()) in (1, 2)
+    assert ranks_per_node(LaunchConfig()) == 1
     with pytest.raises(ValueError, match="no NVIDIA GPU"):
         device_type(LaunchConfig(device="cuda"))
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 2, "dp_shard": 2}, {"mode": "ddp", "dp_replicate": 3}])
+def test_check_and_run_agree_on_the_ranks_of_a_cpu(degrees, gpus, monkeypatch):
+    monkeypatch.setattr(check, "count_gpus", lambda: gpus)
+    config = Config(parallel=ParallelConfig(**degrees), launch=LaunchConfig(device="cpu"))
+    _, checked = check._on_devices(config, None)
+    assert checked == ranks_per_node(config.launch, config.parallel.num_ranks) == max(1, config.parallel.num_ranks)
 
 
 def test_more_machines_than_this_one_need_a_launcher_that_reaches_them():

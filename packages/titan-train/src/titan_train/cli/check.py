@@ -88,12 +88,13 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
 
 def _on_devices(config: Config, devices: int | None) -> tuple[Config, int]:
     """The configuration with as many machines as the devices fill, and the number of devices."""
-    per_node = config.launch.nproc or count_gpus() or 8
+    gpus = 0 if config.launch.device == "cpu" else count_gpus()
+    per_node = config.launch.nproc or gpus or 8
     if devices is not None:
         nodes = max(1, devices // per_node)
     else:
         nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
-        one_node = config.launch.nproc or max(count_gpus() or 1, config.parallel.num_ranks)
+        one_node = config.launch.nproc or max(gpus, config.parallel.num_ranks)
         devices = nodes * per_node if nodes > 1 else one_node
     return dataclasses.replace(config, launch=dataclasses.replace(config.launch, nnodes=nodes)), devices
 

@@ -116,7 +116,7 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
         source: Code of the user's that it names.
         kept: ``first`` or ``again`` if an actor of a Ray cluster keeps this process.
     """
-    per_node = ranks_per_node(config.launch)
+    per_node = ranks_per_node(config.launch, config.parallel.num_ranks)
     if config.launch.launcher != "ray" and device_type(config.launch) == "cuda":
         set_cuda_defaults(os.environ, pipeline=config.parallel.pp > 1)  # read while torch is imported
     world_size = per_node * config.launch.nnodes
@@ -177,6 +177,10 @@ def _supervise(run: _Run, lease: Lease, launcher: Launcher, before: "Before") ->
     where = f" on {config.launch.nnodes} nodes" if config.launch.nnodes > 1 else ""
     ranks = f"{run.world_size} {launcher.device} rank{'s' if run.world_size > 1 else ''}"
     print(f"run      {run_dir}  ({ranks}{where})", flush=True)
+    if config.launch.nproc == 0 and launcher.device == "cpu" and run.world_size == 1:
+        print(
+            "note     one process with all cores, the fastest on one machine's CPU; --devices 2 runs two ranks with FSDP2"
+        )
 
     from titan_train.launch.supervise.supervisor import Supervisor
 

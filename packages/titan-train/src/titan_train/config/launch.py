@@ -55,7 +55,7 @@ class LaunchConfig:
     """Where ranks run: on this machine (local), on the machines that this command is started on, or on a Ray cluster."""
 
     nproc: Annotated[int, Range(0, 2**12, note="0 takes all GPUs")] = 0
-    """Ranks per machine; 0 takes all GPUs, or two CPU ranks on a machine without GPUs."""
+    """Ranks per machine; 0 takes all GPUs, or without GPUs one process with all cores (more where the degrees need them)."""
 
     nnodes: Annotated[int, Range(1, 2**18)] = 1
     """Number of machines. More than one needs launcher 'machines' or 'ray'; `check` accepts any number."""

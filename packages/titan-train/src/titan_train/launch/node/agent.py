@@ -89,7 +89,8 @@ class NodeAgent:
     @classmethod
     def sharing_cores(cls, ranks: int, device: DeviceType) -> "NodeAgent":
         """For ``ranks`` ranks that have this machine to themselves: more threads than cores make every one of them slower."""
-        return cls(max(1, (os.cpu_count() or 1) // ranks) if device == "cpu" else 1)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cls(max(1, cores // ranks) if device == "cpu" else 1)
 
     def fork(self, rank_job: RankJob, listener: socket.socket | None, log: str | None) -> Any:
         """Fork one rank and return its process."""

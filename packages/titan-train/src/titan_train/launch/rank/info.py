@@ -1,6 +1,7 @@
 """Which rank a process is, and how many ranks this machine runs. No torch: the launcher must start fast."""
 
 import contextlib
+import math
 import os
 import re
 import subprocess
@@ -105,8 +106,16 @@ def device_type(launch: LaunchConfig) -> DeviceType:
     return launch.device
 
 
-def ranks_per_node(launch: LaunchConfig) -> int:
+def ranks_per_node(launch: LaunchConfig, degrees: int = 1) -> int:
     """Ranks that `titan-train run` starts on each machine.
+
+    With ``launch.nproc=0`` a rank for each GPU. On CPUs one process with all cores, unless the degrees need more: ranks
+    of one machine share its cores and its memory, so several only exchange what one has at hand, and their shards
+    together are what one holds.
+
+    Args:
+        launch: Where ranks run.
+        degrees: Ranks that the parallel degrees need, over all machines.
 
     Raises:
         ValueError: More ranks than GPUs were asked for, or the local launcher for more machines than this one.
@@ -117,9 +126,9 @@ def ranks_per_node(launch: LaunchConfig) -> int:
             "--launcher machines on every machine (`titan-train slurm` writes the batch file)."
         )
     if launch.launcher == "ray":
-        return _ranks_per_ray_node(launch)
+        return _ranks_per_ray_node(launch, degrees)
     if device_type(launch) == "cpu":
-        return launch.nproc or min(2, os.cpu_count() or 1)
+        return launch.nproc or math.ceil(degrees / launch.nnodes)
     gpus = count_gpus()
     if launch.nproc > gpus:
         if mig_instances():
@@ -134,7 +143,7 @@ def ranks_per_node(launch: LaunchConfig) -> int:
     return launch.nproc or gpus
 
 
-def _ranks_per_ray_node(launch: LaunchConfig) -> int:
+def _ranks_per_ray_node(launch: LaunchConfig, degrees: int) -> int:
     """The nodes of a cluster are not this machine: their GPUs are Ray's to count, so the number must be given."""
     if launch.nproc:
         return launch.nproc
@@ -142,4 +151,4 @@ def _ranks_per_ray_node(launch: LaunchConfig) -> int:
         raise ValueError(
             "launch.nproc=0: with --launcher ray and an address, give the ranks per node, such as --launch.nproc 8."
         )
-    return count_gpus() or min(2, os.cpu_count() or 1)
+    return count_gpus() or math.ceil(degrees / launch.nnodes)
