@@ -16,6 +16,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ class PackedDataset(BatchSource):
         self._windows = [_ENDLESS if rows.num_rows is None else rows.num_rows for rows in self._rows]
         self._mixture = Mixture(self.source_names, [given[name] for name in self.source_names], seed)
         self._max_epochs = dict(max_epochs or {})
+        self._places = np.arange(seq_len, dtype=np.int64)
         self._chunk = lru_cache(maxsize=4 * len(self._sources))(self._make_chunk)
 
     @property
@@ -224,24 +226,25 @@ class PackedDataset(BatchSource):
         size, length = samples.size, self.seq_len
         rows = self.rows(samples)
         starts = [row.document_starts for row in rows]
-        tokens = np.stack([row.tokens[:-1] for row in rows]).astype(np.int64)
-        labels = np.stack([row.tokens[1:] for row in rows]).astype(np.int64)
+        tokens, labels, positions = (np.empty((size, length), dtype=np.int64) for _ in range(3))
         for number, row in enumerate(rows):
+            tokens[number] = row.tokens[:-1]
+            labels[number] = row.tokens[1:]
             if row.learned is not None:
                 labels[number, ~row.learned[1:]] = ignore_index
-        positions = np.empty((size, length), dtype=np.int64)
-        positions[:] = np.arange(length)
-        if self.mask_boundary_labels:
-            for row, start in enumerate(starts):
-                labels[row, start - 1] = ignore_index
+            if self.mask_boundary_labels:
+                labels[number, row.document_starts - 1] = ignore_index
+        positions[:] = self._places
         if not self.document_mask:
             return HostBatch(tokens, labels, positions, None, length, samples_consumed)
         boundaries = row_boundaries(starts, length)
         for row, start in enumerate(starts):
-            if start.size:
-                bounds = boundaries[row, : start.size + 2]
-                positions[row] -= np.repeat(bounds[:-1], np.diff(bounds))
-        return HostBatch(tokens, labels, positions, boundaries, int(np.diff(boundaries).max()), samples_consumed)
+            bounds = [*start.tolist(), length]
+            for first, end in pairwise(bounds):  # slices cost less than an index
+                positions[row, first:end] = self._places[: end - first]
+        return HostBatch(
+            tokens, labels, positions, boundaries, int((boundaries[:, 1:] - boundaries[:, :-1]).max()), samples_consumed
+        )
 
     def rows(self, samples: npt.ArrayLike) -> list[Row]:
         where = self.locate(samples)

@@ -71,12 +71,13 @@ class CutRows:
 
     def __init__(self, source: TokenSource, seq_len: int) -> None:
         self._source = source
+        self._not_learned_from = not_learned_from(source)
         self._seq_len = seq_len
         self.num_rows: int = (source.num_tokens - 1) // seq_len
 
     def read(self, row: int) -> Row:
         start, count = row * self._seq_len, self._seq_len + 1
-        tokens, learned = read_window(self._source, start, count)
+        tokens, learned = read_window(self._source, start, count, self._not_learned_from)
         return Row(tokens, self._source.document_starts(start, count), learned)
 
 
@@ -99,6 +100,7 @@ class WholeRows:
                 'Use packing="cut".'
             )
         self._source = source
+        self._not_learned_from = not_learned_from(source)
         self._seq_len = seq_len
         self._pad_id = pad_id
         self._bounds = whole_rows(source.document_ends(), seq_len + 1)
@@ -107,7 +109,7 @@ class WholeRows:
     def read(self, row: int) -> Row:
         start, end = self._bounds[row].tolist()
         count, full = end - start, self._seq_len + 1
-        tokens, learned = read_window(self._source, start, count)
+        tokens, learned = read_window(self._source, start, count, self._not_learned_from)
         starts = self._source.document_starts(start, count)
         if count == full:
             return Row(tokens, starts, learned)
@@ -139,10 +141,16 @@ def whole_rows(ends: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
-def read_window(source: TokenSource, start: int, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
-    """Tokens of a source and, if it says so, which of them are learned."""
+def not_learned_from(source: TokenSource) -> int | None:
+    """See `DocumentEnds`. Asked once: whether an object has a protocol's methods takes longer than to read a row."""
+    return source.not_learned_from if isinstance(source, DocumentEnds) else None
+
+
+def read_window(
+    source: TokenSource, start: int, count: int, boundary: int | None
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
+    """Tokens of a source and, if it says so (``boundary``), which of them are learned."""
     stored = source.window(start, count)
-    boundary = source.not_learned_from if isinstance(source, DocumentEnds) else None
     if boundary is None:
         return stored, None
     learned = stored < boundary
