@@ -10,9 +10,10 @@ from exported_runs import trained
 from titan_train.cli import main
 from titan_train.export import job as export_module
 from titan_train.export.run import export_run
-from titan_train.generation import load_run
+from titan_train.generation import Sampling, load_run
 from titan_train.models.llama import LLAMA_FAMILY
 from titan_train.models.registry import families
+from titan_train.serve.folder import load_served
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -64,6 +65,13 @@ def test_transformers_computes_what_the_run_computes(name: str, folder: Path, tm
     # the sums are ordered differently: a few float32 roundings of the largest logit, as the gate's bound says
     assert (want - got).abs().max() <= 1e-5 * want.abs().max()
     assert want.std() > 0.1
+    if name == "gpt_debug":
+        sampling = Sampling(temperature=0.9, top_p=0.9)
+        texts = [
+            x.complete("def f(", max_new_tokens=12, sampling=sampling)
+            for x in (load_run(run_dir), load_served(tmp_path / "model"))
+        ]
+        assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("name", sorted(name for name, family in families().items() if family.hf))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from titan_train.export.gguf.folder import check_gguf
 from titan_train.export.load import load_exported
 from titan_train.export.run import export_run
 from titan_train.export.step_model import StepModel
-from titan_train.generation import load_run
+from titan_train.generation import Sampling, generate, load_run, stream_text
 from titan_train.models import build_model
 from titan_train.models.registry import families
 from titan_train.run_folder import read_config
+from titan_train.serve.folder import load_served
 
 DENSE = {
     "llama3_debug": {"rope_factor": 8.0, "rope_original_seq_len": 16},
@@ -108,9 +110,58 @@ def test_onnx_computes_what_the_run_computes(name: str, folder: Path, tmp_path: 
         got = loaded.logits(tokens)
         assert got is not None
         assert (want - got).abs().max() <= 1e-5 * want.abs().max()
+    padded_rows_continue_as_alone(loaded, ours)
+    example = [sys.executable, tmp_path / "model" / "generate.py", "def f("]
+    written = subprocess.run(
+        example, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    run = load_run(run_dir, device="cpu")
+    (new,) = generate(run.model, [run.tokenizer.encode("def f(").tolist()], max_new_tokens=40)
+    assert written.stdout.rstrip("\n") == "def f(" + run.tokenizer.decode(new).rstrip("\n")
+    answers_as_the_run(tmp_path / "model", run)
     if name == "gpt_debug":
         with pytest.raises(ValueError, match="600 positions are needed, but the model has learned 512"):
             loaded.logits(torch.zeros(1, 600, dtype=torch.int64))
+
+
+def answers_as_the_run(folder: Path, run) -> None:
+    """What `titan-train serve` continues with an exported folder: rows of a batch, sampled, with the run's own draws."""
+    pieces = {}
+    for loaded in (run, load_served(folder)):
+        prompts = [loaded.tokenizer.encode(text).tolist() for text in ("def f(", "x")]
+        options = {"max_new_tokens": 12, "sampling": Sampling(temperature=0.9, top_p=0.9), "seeds": [3, 4]}
+        rows = ["", ""]
+        for piece in stream_text(loaded, prompts, **options):
+            rows[piece.row] += piece.text
+        pieces[id(loaded)] = rows
+    first, second = pieces.values()
+    assert first == second
+
+
+def padded_rows_continue_as_alone(exported, model) -> None:
+    """As Optimum feeds a batch: names, padding on the left, a cache that begins empty and grows."""
+    inputs = {entry.name: entry.shape for entry in exported._session.get_inputs()}
+    names = [f"past_key_values.{layer}.{kind}" for layer in range(2) for kind in ("key", "value")]
+    assert list(inputs) == ["input_ids", "attention_mask", "position_ids", *names]
+    assert inputs["attention_mask"] == ["batch_size", "total_sequence_length"]
+    assert inputs["past_key_values.1.value"][0::2] == ["batch_size", "past_sequence_length"]
+    outputs = [entry.name for entry in exported._session.get_outputs()]
+    assert outputs == ["logits", *(name.replace("past_key_values", "present") for name in names)]
+
+    text = torch.randint(259, (1, 6), generator=torch.Generator().manual_seed(2))
+    rows = torch.cat([torch.zeros(1, 3, dtype=torch.int64), text], 1).expand(2, -1).clone()
+    rows[1] = torch.arange(9)
+    mask, past = torch.ones_like(rows), [cache.numpy() for cache in exported.begin(2, 0)]
+    mask[0, :3] = 0
+    places, found = (mask.cumsum(1) - 1).clamp(min=0), []
+    for part in (slice(0, 7), slice(7, 8), slice(8, 9)):
+        fed = [rows[:, part], mask[:, : part.stop], places[:, part]]
+        logits, *past = exported._session.run(None, dict(zip(inputs, [*(x.numpy() for x in fed), *past], strict=True)))
+        found.append(torch.from_numpy(logits))
+    with torch.no_grad():
+        want = model(text)
+    # the gate's float32 sums, in another order
+    assert (torch.cat(found, 1)[:1, 3:] - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ import asyncio
 import json
 
 import pytest
-from titan_train.serve.loopback import LocalOnly, refusal_of
+from titan_train.cli import main
+from titan_train.serve.loopback import LocalOnly, WithToken, refusal_of
 
 HOST = ("host", "127.0.0.1:8000")
 JSON = ("content-type", "application/json")
@@ -98,6 +99,30 @@ def test_answers_may_not_be_framed_nor_read_by_others_and_sockets_are_closed():
     assert start["status"] == 400
     assert "names of this machine" in json.loads(body["body"])["error"]["message"]
     assert ask(LocalOnly(page), {"type": "websocket"}) == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_other_machines_are_answered_with_the_token_alone():
+    app = WithToken(page, token="0123456789abcdef")
+    elsewhere = ("host", "gpu-7.example:8000")
+    start, _ = ask(app, request(elsewhere, ("authorization", "Bearer 0123456789abcdef")))
+    assert start["status"] == 200
+    for headers in ((), (("authorization", "Bearer 0123456789abcdeg"),), (("authorization", "0123456789abcdef"),)):
+        start, body = ask(app, request(elsewhere, *headers))
+        assert start["status"] == 401
+        assert "api_key" in json.loads(body["body"])["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [(None, "clients must send a token"), ("short", "at least 16"), ("of several words, long", "one word")],
+)
+def test_a_host_without_a_secret_is_refused_before_anything_is_loaded(token, words, tmp_path, capsys):
+    options = ["--host", "0.0.0.0"]
+    if token is not None:
+        (tmp_path / "token").write_text(token)
+        options += ["--token-file", str(tmp_path / "token")]
+    assert main(["serve", str(tmp_path / "no-run"), *options]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_only_so_many_requests_are_held_at_a_time():

@@ -98,10 +98,23 @@ def test_a_chat_streams_what_it_answers_at_once(client: Any, run: LoadedRun) -> 
     assert found[0]["choices"][0]["delta"]["role"] == "assistant"
     assert "".join(event["choices"][0]["delta"]["content"] for event in found) == want
     assert [event["choices"][0]["finish_reason"] for event in found][-1] == "length"
+    counted = body | {"stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", "/v1/chat/completions", json=counted) as reply:
+        *others, last = events(reply)
+    usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["completion_tokens"] == 30
+    assert (last["choices"], last["usage"]) == ([], usage)
+    assert {event["usage"] for event in others} == {None}
     parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     assert (
         client.post("/v1/chat/completions", json=body | {"messages": parts}).json()["choices"][0]["message"] == message
     )
+
+
+def test_an_answer_that_nobody_limited_ends_where_the_model_ends(client: Any) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "x" * 500, "temperature": 0}).json()
+    assert answer["usage"]["completion_tokens"] <= 12
+    assert answer["choices"][0]["finish_reason"] in ("length", "stop")
 
 
 def test_a_stop_word_ends_the_answer(client: Any, run: LoadedRun) -> None:
@@ -135,8 +148,9 @@ def test_a_client_that_leaves_frees_the_model(client: Any) -> None:
         ("completions", {"prompt": "x", "logit_bias": {"5": 1}}, 400, "logit_bias", "not supported here"),
         ("completions", {"prompt": "x", "temprature": 1}, 400, "temprature", "not a field that is known"),
         ("completions", {"prompt": "x", "stop": [""]}, 400, "stop", "none of them empty"),
-        ("completions", {"prompt": "x" * 500, "max_tokens": 50}, 400, None, "the model has learned 512"),
-        ("completions", {"prompt": "x" * 500, "max_tokens": 50, "stream": True}, 400, None, "has learned 512"),
+        ("completions", {"prompt": "x" * 500, "max_tokens": 50}, 400, "prompt", "or ask for at most 12 new tokens"),
+        ("completions", {"prompt": "x" * 500, "max_tokens": 50, "stream": True}, 400, "prompt", "has learned 512"),
+        ("completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options", "is for stream=true"),
         ("completions", {"prompt": "\ud800"}, 400, "prompt", "surrogates not allowed"),
         ("completions", {"prompt": "x", "model": "gpt-9"}, 404, None, "'gpt-9' does not exist; this is 'tiny'"),
         (

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_train.export.onnx_folder import example
 from titan_train.export.step_model import StepModel, SteppedModel, write_description
 from titan_train.models.traits import traits_of
 
@@ -49,7 +48,9 @@ def _compile(stepped: StepModel, seq_len: int) -> Any:
     batch = torch.export.Dim("batch", min=1, max=1 << 16)
     seq = torch.export.Dim("seq", min=2, max=1 << 24)
     length = torch.export.Dim("cache", min=2, max=1 << 24)
-    inputs = example(stepped, seq_len=seq_len)
+    positions = torch.arange(seq_len).expand(2, -1).contiguous()
+    # two rows, since a batch of one would be taken for a constant
+    inputs = (torch.zeros(2, seq_len, dtype=torch.int64), positions, stepped.shape.empty(2, 16))
     of_tokens = {0: batch, 1: seq} if seq_len > 1 else {0: batch}
     shapes = (of_tokens, of_tokens, [{0: batch, 2: length}] * len(inputs[2]))
     program = torch.export.export(stepped, inputs, dynamic_shapes=shapes, strict=False)

@@ -18,7 +18,7 @@ _LOADING: Mapping[str, str] = {
 
 model = AutoModelForCausalLM.from_pretrained("PATH")
 tokenizer = AutoTokenizer.from_pretrained("PATH")""",
-    "onnx": """import onnxruntime
+    "onnx": """import onnxruntime  # generate.py continues a text with it
 
 session = onnxruntime.InferenceSession("PATH/model.onnx")""",
     "aoti": """from torch._inductor.package import load_package

@@ -41,18 +41,18 @@ class HfModel:
         )  # fmt: skip
         _check_complete(folder, report)
         _check_dtypes(folder, files, loaded)
-        self._model: Any = loaded.eval() if how else loaded.eval().float()
+        self.module: Any = loaded.eval() if how else loaded.eval().float()
         self._tokenizer: Any = None
         if (folder / "tokenizer.json").is_file():
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
 
     def logits(self, tokens: Tensor) -> Tensor:
         with torch.no_grad():
-            return self._model(tokens).logits.float()
+            return self.module(tokens).logits.float()
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The most likely tokens after a prompt, by transformers' own ``generate``."""
-        return self._model.generate(
+        return self.module.generate(
             torch.tensor([list(prompt)]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
             max_new_tokens=count, min_new_tokens=count, eos_token_id=None, pad_token_id=0,
         )[0, len(prompt) :].tolist()  # fmt: skip

@@ -19,7 +19,7 @@ from titan_train.export.card import model_card
 from titan_train.export.float8 import float8_names
 from titan_train.export.gate import Check, Exported, Reference, check_artefact, compute_reference, require_passed
 from titan_train.export.gguf.folder import GgufType, check_gguf, gguf_library, write_gguf
-from titan_train.export.hf_folder import DTYPES, hf_config, write_hf, write_tokenizer_files
+from titan_train.export.hf_folder import DTYPES, hf_config, write_hf, write_json, write_tokenizer_files
 from titan_train.export.hf_model import StreamedHfModel
 from titan_train.export.job import AnyDtype, Job, Load, export_job
 from titan_train.export.load import TARGETS, read_exported
@@ -231,7 +231,9 @@ def _write(target: Target, folder: Path, job: Job) -> None:
     elif target == "onnx":
         from titan_train.export.onnx_folder import write_onnx
 
+        config = hf_config(run, job.family, "fp32")
         write_onnx(folder, unwrap(job.model()), step=run.step)
+        write_json(folder / "config.json", config)  # for Optimum
     elif target == "aoti":
         from titan_train.export.aoti_folder import write_aoti
 

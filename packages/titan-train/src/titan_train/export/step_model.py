@@ -58,8 +58,8 @@ class StepModel(nn.Module):
     The model's attention modules are replaced: use it for nothing else afterwards.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Take over a model.
+    def __init__(self, model: nn.Module, *, growing: bool = False) -> None:
+        """Take over a model; ``growing`` as in `GrowingModel`.
 
         Raises:
             ValueError: It has no support for a key-value cache.
@@ -72,6 +72,7 @@ class StepModel(nn.Module):
             )
         self.model = model
         self._caches = _Caches([])
+        attention = _GrowingAttention if growing else _StepAttention
         found = [module for module in model.modules() if isinstance(module, CausalAttention)]
         first = found[0]
         self.shape = CacheShape(len(found), first.num_kv_heads, first.head_dim, first.value_dim)
@@ -79,7 +80,7 @@ class StepModel(nn.Module):
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, CausalAttention):
-                    setattr(parent, name, _StepAttention(number, self._caches))
+                    setattr(parent, name, attention(number, self._caches))
                     number += 1
         for stack in expert_stacks(model):
             stack.holder.dispatch = _EveryExpert(stack.experts)
@@ -103,11 +104,49 @@ class StepModel(nn.Module):
             self._caches.tensors.clear()
 
 
+class GrowingModel(StepModel):
+    """The same with caches that grow: T positions go in, T + S come out, as decoders that Optimum exports have them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take over a model.
+
+        Raises:
+            ValueError: It has no support for a key-value cache.
+        """
+        super().__init__(model, growing=True)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tokens: Tensor, mask: Tensor, positions: Tensor, caches: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Continue the sequences.
+
+        Args:
+            tokens: New tokens ``[B, S]`` int64.
+            mask: ``[B, T + S]`` int64: 0 for what is padding, before or among the new tokens, else 1.
+            positions: Where the new tokens stand, ``[B, S]`` int64; padding does not count.
+            caches: Keys ``[B, K, T, D]`` and values ``[B, K, T, E]`` of each layer in turn; T may be 0.
+
+        Returns:
+            Logits ``[B, S, V]`` and the caches with the new tokens' keys and values behind them.
+        """
+        seen, new = caches[0].shape[2], tokens.shape[1]
+        at = torch.arange(seen + new, device=tokens.device)
+        own = at[seen:, None]
+        # padding sees itself: softmax over nothing would be NaN, and that times 0 too
+        self._caches.visible = ((at <= own) & (mask[:, None, None] > 0)) | (at == own)
+        try:
+            return super().forward(tokens, positions, caches)
+        finally:
+            self._caches.visible = None
+
+
 @dataclass(slots=True)
 class _Caches:
     """Hands the caches of one forward to the attention modules, outside of their attributes."""
 
     tensors: list[Tensor]
+    visible: Tensor | None = None
+    """``[B, 1, S, T + S]``, of a `GrowingModel`."""
 
 
 class _StepAttention(nn.Module):
@@ -127,6 +166,16 @@ class _StepAttention(nn.Module):
         keys, values = new
         visible = torch.arange(keys.shape[2], device=at.device) <= at
         return _attend(q.transpose(1, 2), keys, values, visible).transpose(1, 2)
+
+
+class _GrowingAttention(_StepAttention):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+        places = (2 * self.number, 2 * self.number + 1)
+        for place, x in zip(places, (k, v), strict=True):
+            self.caches.tensors[place] = torch.cat([self.caches.tensors[place], x.transpose(1, 2)], 2)
+        keys, values = (self.caches.tensors[place] for place in places)
+        assert self.caches.visible is not None
+        return _attend(q.transpose(1, 2), keys, values, self.caches.visible).transpose(1, 2)
 
 
 class _EveryExpert(nn.Module):
@@ -157,11 +206,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[..., :width]
 
 
-def cache_names(layers: int, prefix: str) -> list[str]:
-    """``PREFIX.0.key``, ``PREFIX.0.value``, ``PREFIX.1.key``, ..."""
-    return [f"{prefix}.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
-
-
 class SteppedModel(ABC):
     """A step function with its caches."""
 
@@ -177,18 +221,20 @@ class SteppedModel(ABC):
     def step(self, tokens: Tensor, positions: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """As `StepModel.forward`."""
 
+    def begin(self, rows: int, length: int) -> list[Tensor]:
+        """The caches of ``length`` positions before the first step."""
+        return self.shape.empty(rows, length)
+
     def logits(self, tokens: Tensor) -> Tensor:
         rows, length = tokens.shape
         self._check(length)
         positions = torch.arange(length).expand(rows, -1).contiguous()
-        return self.step(tokens.contiguous(), positions, self.shape.empty(rows, length))[0]
+        return self.step(tokens.contiguous(), positions, self.begin(rows, length))[0]
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         total = len(prompt) + count
         self._check(total)
-        logits, caches = self.step(
-            torch.tensor([list(prompt)]), torch.arange(len(prompt))[None], self.shape.empty(1, total)
-        )
+        logits, caches = self.step(torch.tensor([list(prompt)]), torch.arange(len(prompt))[None], self.begin(1, total))
         found = [int(logits[0, -1].argmax())]
         while len(found) < count:
             at = torch.tensor([[len(prompt) + len(found) - 1]])

@@ -108,7 +108,13 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
     with ExitStack() as restore:
         restore.callback(model.train, was_training)
         model.eval()
-        if how.use_cache:
+        # an exported model keeps caches of its own
+        own: Callable[[], Callable[[nn.Module, Tensor, Tensor, int], Tensor]] | None = getattr(
+            model, "new_decoder", None
+        )
+        if own is not None:
+            next_logits = own()
+        elif how.use_cache:
             in_use = restore.enter_context(kv_cache(model, total))
             next_logits = _CachedLogits(in_use, [len(prompt) for prompt in prompts], how.compiled, how.multiple_of)
         for step in range(how.max_new_tokens):

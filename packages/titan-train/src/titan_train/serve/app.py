@@ -1,6 +1,7 @@
 """The routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, and a page to chat in at ``/``.
 
-Only programs of this machine and the page itself are answered (`LocalOnly`). Memory is bounded by the settings: a request has at
+Only programs of this machine and the page itself are answered (`LocalOnly`), or programs of any machine that know a token
+(`WithToken`). Memory is bounded by the settings: a request has at
 most so many answers, tokens in a prompt and new tokens, and only so many requests wait.
 """
 
@@ -20,7 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from titan_train.generation import LoadedRun, TextPiece
-from titan_train.serve.loopback import LocalOnly
+from titan_train.serve.loopback import LocalOnly, WithToken
 from titan_train.serve.requests import Ask, BadRequestError, Limits, read_chat, read_completion
 from titan_train.serve.worker import Worker
 from titan_train.trust.published import content_policy
@@ -36,6 +37,7 @@ def build_app(
     max_prompt_tokens: int = 0,
     max_answers: int = 16,
     compiled: bool = False,
+    token: str = "",
 ) -> Starlette:
     """The application.
 
@@ -46,6 +48,7 @@ def build_app(
         max_prompt_tokens: Limit of one prompt; 0 takes the length of the sequences that the model was trained on.
         max_answers: Limit of one request: prompts times ``n``.
         compiled: As in `titan_train.generation.stream`.
+        token: Answer any machine that sends this token, as OpenAI's clients send an API key, and no page; empty: this machine.
     """
     limits = Limits(max_new_tokens, max_prompt_tokens or run.config.model.seq_len, max_answers)
     server = _Server(run, name, limits, compiled)
@@ -64,7 +67,7 @@ def build_app(
     return Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=[Middleware(LocalOnly)],
+        middleware=[Middleware(WithToken, token=token) if token else Middleware(LocalOnly)],
         exception_handlers={
             HTTPException: lambda request, err: _error(str(err.detail), status=err.status_code),  # type: ignore[attr-defined]
             BadRequestError: lambda request, err: _error(str(err), field=err.field),  # type: ignore[attr-defined]
@@ -74,7 +77,7 @@ def build_app(
 
 class _Server:
     def __init__(self, run: LoadedRun, name: str, limits: Limits, compiled: bool) -> None:
-        self.worker = Worker(run, max_prompt_tokens=limits.prompt_tokens, compiled=compiled)
+        self.worker = Worker(run, limits=limits, compiled=compiled)
         self._name, self._limits = name, limits
         self._since = int(time.time())
         page = files("titan_train.serve").joinpath("chat.html").read_text(encoding="utf-8")
@@ -123,20 +126,24 @@ class _Server:
         pieces = self.worker.pieces(ask, prompts)
         if ask.stream:
             first = await anext(pieces)  # a request that cannot be answered must get an error, not a stream
-            events = _events(head, first, pieces, chat=chat)
+            counted = sum(map(len, prompts)) if ask.usage else None
+            events = _events(head, first, pieces, chat=chat, prompt_tokens=counted)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         texts, finishes, tokens = [""] * len(prompts), ["stop"] * len(prompts), [0] * len(prompts)
         async for piece in pieces:
             texts[piece.row] += piece.text
             finishes[piece.row], tokens[piece.row] = piece.finish, piece.tokens
-        read, new = sum(map(len, prompts)), sum(tokens)
         choices = [_choice(row, texts[row], finishes[row], chat=chat) for row in range(len(prompts))]
-        usage = {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+        usage = _usage(sum(map(len, prompts)), sum(tokens))
         return JSONResponse({**head, "object": _kind(chat), "choices": choices, "usage": usage})
 
 
 def _kind(chat: bool, *, chunk: bool = False) -> str:
     return ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion"
+
+
+def _usage(read: int, new: int) -> dict[str, int]:
+    return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
 
 def _choice(row: int, text: str, finish: str, *, chat: bool) -> dict[str, Any]:
@@ -145,17 +152,24 @@ def _choice(row: int, text: str, finish: str, *, chat: bool) -> dict[str, Any]:
 
 
 async def _events(
-    head: Mapping[str, Any], first: TextPiece, pieces: AsyncIterator[TextPiece], *, chat: bool
+    head: Mapping[str, Any],
+    first: TextPiece,
+    pieces: AsyncIterator[TextPiece],
+    *,
+    chat: bool,
+    prompt_tokens: int | None,
 ) -> AsyncIterator[str]:
-    """Server-sent events, ended by ``[DONE]``."""
-    begun: set[int] = set()
+    """Server-sent events, ended by ``[DONE]``; before it the tokens are counted, if ``prompt_tokens`` is given."""
+    tokens: dict[int, int] = {}
+    common = {**head, "object": _kind(chat, chunk=True)}
 
     def event(piece: TextPiece) -> str:
-        role = {} if piece.row in begun else {"role": "assistant"}
-        begun.add(piece.row)
+        role = {} if piece.row in tokens else {"role": "assistant"}
+        tokens[piece.row] = piece.tokens
         content = {"delta": {**role, "content": piece.text}} if chat else {"text": piece.text}
         choice = {"index": piece.row, **content, "logprobs": None, "finish_reason": piece.finish or None}
-        return f"data: {json.dumps({**head, 'object': _kind(chat, chunk=True), 'choices': [choice]})}\n\n"
+        usage = {} if prompt_tokens is None else {"usage": None}
+        return f"data: {json.dumps({**common, 'choices': [choice], **usage})}\n\n"
 
     yield event(first)
     try:
@@ -163,6 +177,9 @@ async def _events(
             yield event(piece)
     except Exception as err:  # the answer has begun: only an event can say it
         yield f"data: {json.dumps(_error_body(str(err), 'server_error'))}\n\n"
+    if prompt_tokens is not None:
+        usage = _usage(prompt_tokens, sum(tokens.values()))
+        yield f"data: {json.dumps({**common, 'choices': [], 'usage': usage})}\n\n"
     yield "data: [DONE]\n\n"
 
 

@@ -5,6 +5,7 @@ page's that leads here. So a request is answered only if its Host is a name of t
 comes from another page, and if what it posts is declared to be JSON, which a page may not send elsewhere unasked.
 """
 
+import hmac
 import json
 import re
 import socket
@@ -42,7 +43,9 @@ class LocalOnly:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        refusal = refusal_of(scope["method"], [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"]])
+        refusal = self.refusal(
+            scope["method"], [(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"]]
+        )
         if self._answered >= self._most:
             refusal = refusal or (503, f"{self._most} requests are answered or wait already. Ask again later.")
         if refusal is not None:
@@ -60,6 +63,31 @@ class LocalOnly:
             await self._app(scope, receive, send_guarded)
         finally:
             self._answered -= 1
+
+    def refusal(self, method: str, headers: list[tuple[str, str]]) -> tuple[int, str] | None:
+        """As `refusal_of`."""
+        return refusal_of(method, headers)
+
+
+class WithToken(LocalOnly):
+    """The same for requests of any machine that carry a token, which no page of a browser can know."""
+
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], *, token: str, most_at_once: int = 16
+    ) -> None:
+        """Wrap ``app``."""
+        super().__init__(app, most_at_once=most_at_once)
+        self._expected = f"Bearer {token}".encode()
+
+    def refusal(self, method: str, headers: list[tuple[str, str]]) -> tuple[int, str] | None:
+        """401 without the token."""
+        given = [value for name, value in headers if name == "authorization"]
+        if len(given) != 1 or not hmac.compare_digest(given[0].encode(), self._expected):
+            return (
+                401,
+                "the header Authorization must be Bearer and the server's token: OpenAI's clients take it as api_key.",
+            )
+        return None
 
 
 def refusal_of(method: str, headers: list[tuple[str, str]]) -> tuple[int, str] | None:
@@ -97,12 +125,15 @@ async def _refuse(status: int, reason: str, send: Send) -> None:
     await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
 
 
-def serve_on_loopback(what: str, port: int, build: Callable[[], tuple[Any, str]], **settings: Any) -> None:
+def serve_on_loopback(
+    what: str, port: int, build: Callable[[], tuple[Any, str]], *, host: str = "127.0.0.1", **settings: Any
+) -> None:
     """Serve until interrupted: Ctrl-C ends it as it should end.
 
     Args:
         what: Asks for it, for the message where a library is missing.
-        port: On 127.0.0.1, taken before anything is built; 0 takes a free one.
+        port: Taken before anything is built; 0 takes a free one.
+        host: Address to listen on; the app must guard another one than loopback itself, see `WithToken`.
         build: Returns the ASGI app and the words to announce its address with.
         settings: Of uvicorn's server.
 
@@ -112,12 +143,14 @@ def serve_on_loopback(what: str, port: int, build: Callable[[], tuple[Any, str]]
     """
     uvicorn = require("uvicorn", extra="serve", purpose=what)
     require("starlette", extra="serve", purpose=what)
-    with socket.socket() as listening:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
+        listening.bind((host, port))
         app, name = build()
         listening.listen()  # a browser that is faster than the server waits for it
-        print(f"{name}: http://127.0.0.1:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
+        shown = f"[{host}]" if ":" in host else host
+        print(f"{name}: http://{shown}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)
         try:
             uvicorn.Server(uvicorn.Config(app, log_level="warning", limit_concurrency=64, **settings)).run(
                 sockets=[listening]

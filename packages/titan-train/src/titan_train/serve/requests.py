@@ -9,10 +9,10 @@ from typing import Any
 
 from titan_train.generation import Sampling
 
-_IGNORED = {"user", "metadata", "store", "stream_options", "service_tier", "safety_identifier", "prompt_cache_key"}
+_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _FIELDS = {
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n",
-    "seed", "stop", "stream",
+    "seed", "stop", "stream", "stream_options",
 }  # fmt: skip
 # supported with these values only: they then change nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -63,12 +63,15 @@ class Ask:
     messages: tuple[dict[str, Any], ...]
     """A conversation to answer."""
     sampling: Sampling
-    max_new_tokens: int
+    max_new_tokens: int | None
+    """None takes the server's limit, as far as the model has positions."""
     rows_each: int
     """Answers to each prompt."""
     seed: int
     stop: tuple[str, ...]
     stream: bool
+    usage: bool
+    """A stream ends with an event that counts the tokens."""
 
 
 def read_completion(body: Any, *, limits: Limits) -> Ask:
@@ -159,12 +162,25 @@ def _ask(
         prompts=prompts,
         messages=messages,
         sampling=_sampling(fields),
-        max_new_tokens=_integer(fields, limit, default=limits.new_tokens, least=1, greatest=limits.new_tokens),
+        max_new_tokens=_integer(fields, limit, default=0, least=1, greatest=limits.new_tokens) or None,
         rows_each=rows_each,
         seed=_integer(fields, "seed", default=0, least=0, greatest=2**62),
         stop=tuple(stops),
         stream=stream,
+        usage=_usage(fields, stream),
     )
+
+
+def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
+    """``stream_options.include_usage``."""
+    options = fields.get("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise BadRequestError("stream_options is for stream=true. Leave it out.", "stream_options")
+    if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
+        raise BadRequestError('stream_options must be an object, such as {"include_usage": true}.', "stream_options")
+    return options.get("include_usage", False)
 
 
 def _sampling(fields: Mapping[str, Any]) -> Sampling:

@@ -9,16 +9,17 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from titan_train.generation import LoadedRun, TextPiece, encode_chat, encode_prompt, stream_text
-from titan_train.serve.requests import Ask, BadRequestError, seeds_of
+from titan_train.models.traits import traits_of
+from titan_train.serve.requests import Ask, BadRequestError, Limits, seeds_of
 
 
 class Worker:
     """Answers requests with a run's model."""
 
-    def __init__(self, run: LoadedRun, *, max_prompt_tokens: int, compiled: bool = False) -> None:
-        """Take a loaded run, and the limit of a prompt; ``compiled`` as in `titan_train.generation.stream`."""
+    def __init__(self, run: LoadedRun, *, limits: Limits, compiled: bool = False) -> None:
+        """Take a loaded run, and what a request may ask for; ``compiled`` as in `titan_train.generation.stream`."""
         self.run = run
-        self._most = max_prompt_tokens
+        self._limits = limits
         self._compiled = compiled
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
 
@@ -35,11 +36,21 @@ class Worker:
                 rows = [encode_prompt(self.run, prompt) for prompt in ask.prompts]
         except (ValueError, UnicodeError) as err:
             raise BadRequestError(str(err), "messages" if ask.messages else "prompt") from err
-        if (longest := max(map(len, rows))) > self._most:
+        field = "messages" if ask.messages else "prompt"
+        longest = max(map(len, rows))
+        if longest > self._limits.prompt_tokens:
             raise BadRequestError(
-                f"a prompt has {longest} tokens, and this server takes {self._most}. Send a shorter one, or start the server "
-                "with a larger --max-prompt-tokens.",
-                "messages" if ask.messages else "prompt",
+                f"a prompt has {longest} tokens, and this server takes {self._limits.prompt_tokens}. Send a shorter one, or "
+                "start the server with a larger --max-prompt-tokens.",
+                field,
+            )
+        new, positions = ask.max_new_tokens or 1, traits_of(self.run.model).max_seq_len
+        if positions is not None and longest + new > positions:
+            raise BadRequestError(
+                f"a prompt of {longest} tokens and max_tokens={new} need {longest + new} positions, and the model has learned "
+                f"{positions}. Send a shorter prompt, or ask for at most "
+                f"{max(0, positions - longest)} new tokens.",
+                field,
             )
         return [row for row in rows for _ in range(ask.rows_each)]
 
@@ -52,6 +63,9 @@ class Worker:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[TextPiece | BaseException | None] = asyncio.Queue()
         left = threading.Event()
+        most = self._limits.new_tokens
+        if (positions := traits_of(self.run.model).max_seq_len) is not None:
+            most = min(most, positions - max(map(len, prompts)))
 
         def work() -> None:
             def put(item: TextPiece | BaseException | None) -> None:
@@ -61,7 +75,7 @@ class Worker:
                 if left.is_set():
                     return
                 stream = stream_text(
-                    self.run, prompts, max_new_tokens=ask.max_new_tokens, sampling=ask.sampling, stop=ask.stop,
+                    self.run, prompts, max_new_tokens=ask.max_new_tokens or most, sampling=ask.sampling, stop=ask.stop,
                     seeds=seeds_of(ask, prompts), compiled=self._compiled,
                 )  # fmt: skip
                 for piece in stream:

@@ -1,0 +1,122 @@
+"""A folder to serve: a run, or what a run was exported to, or a model of the Hugging Face hub.
+
+An exported model computes with the library of its format: transformers, onnxruntime, AOTInductor. Each row of a request is
+continued by itself, with caches of its own, so that no row is padded.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_train.config import parse_config
+from titan_train.config.published import published_tokenizer
+from titan_train.export.hf_model import HfModel
+from titan_train.export.load import load_exported, target_of, using
+from titan_train.export.step_model import SteppedModel
+from titan_train.generation import LoadedRun, load_run
+from titan_train.tokenizers import ChatTemplate, load_tokenizer
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+
+Caches = Any
+Step = Callable[[Tensor, Tensor, Caches], tuple[Tensor, Caches]]
+"""New tokens ``[1, S]``, their positions ``[1, S]`` and the caches to logits ``[1, S, V]`` and the caches; None: it has none."""
+
+
+def load_served(
+    folder: Path, *, step: int | None = None, trust_code: bool = False, code: Sequence[str] = ()
+) -> LoadedRun:
+    """Load the model and the tokenizer of a folder.
+
+    Args:
+        folder: A run's, or one that ``titan-train export`` or ``data download`` made.
+        step: Checkpoint of a run; None takes the newest.
+        trust_code: As in `titan_train.generation.load_run`, and for an AOTInductor package.
+        code: As in `titan_train.generation.load_run`.
+
+    Raises:
+        ValueError: It cannot be loaded, or is of a format that is not served.
+    """
+    target = target_of(folder)
+    if target is None:
+        return load_run(folder, step=step, trust_code=trust_code, code=code)
+    if target == "gguf":
+        raise ValueError(
+            f"{folder} is for llama.cpp, whose own llama-server serves it. Name the run, or an export --to hf."
+        )
+    if step is not None or code:
+        option = "--step" if step is not None else "--code"
+        raise ValueError(f"{option} is for a run's folder, and {folder} is an exported one. Leave it out.")
+    exported = load_exported(folder, trust_code=trust_code)
+    found = published_tokenizer(folder)
+    if not found:
+        raise ValueError(f"{folder} has no tokenizer that can be read. Copy tokenizer.json into it.")
+    with using(folder):
+        tokenizer = load_tokenizer(found["path"])
+        model = _of_transformers(exported) if isinstance(exported, HfModel) else _of_steps(exported)
+    config = parse_config({"run": {"name": folder.resolve().name}, "model": {"seq_len": model.max_seq_len or 2048}})
+    written = getattr(exported, "description", {}).get("step", 0)
+    return LoadedRun(config, model.eval(), tokenizer, written, ChatTemplate.of(tokenizer, ""))
+
+
+class ServedModel(nn.Module):
+    """Stands where a run's model does; `titan_train.generation.stream` asks it for a decoder."""
+
+    def __init__(
+        self, step: Step, begin: Callable[[int], Caches], *, max_seq_len: int | None, device: torch.device
+    ) -> None:
+        """Take the model as functions.
+
+        Args:
+            step: Continues one row.
+            begin: Caches for a row of at most so many positions.
+            max_seq_len: The most positions; None for no limit.
+            device: Where tokens go.
+        """
+        super().__init__()
+        self.max_seq_len = max_seq_len
+        self._step, self._begin = step, begin
+        self._place = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
+
+    def new_decoder(self) -> Callable[[nn.Module, Tensor, Tensor, int], Tensor]:
+        """From tokens ``[B, T]``, the length of each row, and the number of the step to next logits ``[B, V]``."""
+        caches: list[Caches] = []
+
+        def next_logits(_model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
+            if step == 0:
+                caches[:] = [self._begin(tokens.shape[1]) for _ in tokens]
+            found: list[Tensor] = []
+            for row, length in enumerate(lengths.tolist()):
+                first = 0 if step == 0 or caches[row] is None else length - 1
+                positions = torch.arange(first, length, device=tokens.device)[None]
+                logits, caches[row] = self._step(tokens[row : row + 1, first:length], positions, caches[row])
+                found.append(logits[:, -1].to(tokens.device))
+            return torch.cat(found)
+
+        return next_logits
+
+
+def _of_steps(exported: Any) -> ServedModel:
+    assert isinstance(exported, SteppedModel)
+    return ServedModel(
+        lambda tokens, positions, caches: exported.step(tokens.contiguous(), positions.contiguous(), caches),
+        lambda length: exported.begin(1, length),
+        max_seq_len=exported.description["max_positions"],
+        device=torch.device("cpu"),
+    )
+
+
+def _of_transformers(exported: HfModel) -> ServedModel:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = exported.module.to(device)
+
+    def step(tokens: Tensor, positions: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
+        out = model(input_ids=tokens, past_key_values=caches, use_cache=True)
+        return out.logits.float(), getattr(out, "past_key_values", None)
+
+    config = model.config.get_text_config()
+    limit = next((int(found) for name in _POSITIONS if (found := getattr(config, name, None))), None)
+    return ServedModel(step, lambda length: None, max_seq_len=limit, device=device)
