@@ -66,7 +66,7 @@ def _token(host: str | None, file: Path | None) -> str:
         if host is not None:
             raise ValueError(
                 f"--host {host} answers other machines, so clients must send a token. Write one to a file that only you can "
-                "read, such as with `openssl rand -hex 32`, and pass --token-file FILE; or leave --host out, to answer this machine."
+                "read, such as with `openssl rand -hex 32`, and pass --token-file FILE, or leave --host out."
             )
         return ""
     from titan_train.files import read_text
