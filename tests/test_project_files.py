@@ -68,28 +68,32 @@ def test_the_image_and_the_recipe_install_every_package() -> None:
 
 
 def test_the_release_script_reads_a_good_tag_and_refuses_others(tmp_path: Path) -> None:
-    version = tomllib.loads((ROOT / "packages/titan-cp/pyproject.toml").read_text())["project"]["version"]
     read_tag = runpy.run_path(str(ROOT / ".github/release.py"))["read_tag"]
-    package, found, notes = read_tag(f"titan-cp-v{version}")
-    assert (package, found) == ("titan-cp", version)
+    # One that is ready for a release: the others' changelogs begin with what is unreleased.
+    ready = next(
+        path.parent for path in sorted(ROOT.glob("packages/*/CHANGELOG.md")) if "## Unreleased" not in path.read_text()
+    )
+    name, version = ready.name, tomllib.loads((ready / "pyproject.toml").read_text())["project"]["version"]
+    package, found, notes = read_tag(f"{name}-v{version}")
+    assert (package, found) == (name, version)
     assert notes.strip()
     assert "## " not in notes
     for tag, words in {
         "v0.1.0": "not of the form",
         "titan-none-v0.1.0": "does not exist",
-        "titan-cp-v99.0.0": f"says {version}",
+        f"{name}-v99.0.0": f"says {version}",
     }.items():
         with pytest.raises(ValueError, match=words):
             read_tag(tag)
     command = [
         sys.executable,
         str(ROOT / ".github/release.py"),
-        f"titan-cp-v{version}",
+        f"{name}-v{version}",
         "--notes",
         str(tmp_path / "n.md"),
     ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert said == f"package=titan-cp\nversion={version}\n"
+    assert said == f"package={name}\nversion={version}\n"
     assert (tmp_path / "n.md").read_text() == notes
 
 

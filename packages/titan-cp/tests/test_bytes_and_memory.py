@@ -5,34 +5,7 @@ import torch
 import torch.distributed as dist
 from titan_cp import attention, plan
 from titan_testing import run_ranks
-
-
-class SentBytes:
-    """Counts what this rank sends to others, at torch.distributed's own functions."""
-
-    def __init__(self):
-        self.count = 0
-        self._original = {}
-
-    def __enter__(self):
-        self._wrap("batch_isend_irecv", lambda ops: sum(o.tensor.nbytes for o in ops if o.op is dist.isend))
-        self._wrap("all_gather_into_tensor", lambda out, x, group, **_: x.nbytes * (group.size() - 1))
-        self._wrap("reduce_scatter_tensor", lambda out, x, group, **_: x.nbytes // group.size() * (group.size() - 1))
-        self._wrap("all_to_all_single", lambda out, x, group, **_: x.nbytes // group.size() * (group.size() - 1))
-        return self
-
-    def _wrap(self, name, sent):
-        original = self._original[name] = getattr(dist, name)
-
-        def counted(*args, **kwargs):
-            self.count += sent(*args, **kwargs)
-            return original(*args, **kwargs)
-
-        setattr(dist, name, counted)
-
-    def __exit__(self, *_):
-        for name, original in self._original.items():
-            setattr(dist, name, original)
+from titan_testing.sent_bytes import SentBytes
 
 
 def measure(options):

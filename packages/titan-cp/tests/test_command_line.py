@@ -36,6 +36,32 @@ def test_a_plan_that_cannot_work_exits_with_2_and_says_why(capsys):
     assert "Nearest: 992 or 1008" in capsys.readouterr().err
 
 
+def test_explain_of_a_state_layer_gives_its_bytes_and_steps(capsys):
+    state = [
+        "explain",
+        "--kind",
+        "gated_delta",
+        "--seq-len",
+        "131072",
+        "--cp",
+        "8",
+        "--heads",
+        "32",
+        "--kv-heads",
+        "16",
+    ]
+    assert main([*state, "--convolution", "4", "--layout", "zigzag"]) == 0
+    zigzag = capsys.readouterr().out
+    # 7 others × 2 pieces × 32 heads × (128² + 128²) × 4 bytes
+    assert "56.00 MiB forward, 56.00 MiB backward: independent of length" in zigzag
+    assert "one all-gather each way, then 14 small products in turn" in zigzag
+    assert main(state) == 0
+    assert "contiguous" in (text := capsys.readouterr().out)
+    assert "28.00 MiB forward" in text
+    assert main([*state, "--window", "5"]) == 2
+    assert "--window is for attention" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["", "12 x 3", "4 0 5", "-3 4"])
 def test_a_documents_file_with_anything_but_lengths_is_refused(content, tmp_path, capsys):
     lengths = tmp_path / "documents.txt"

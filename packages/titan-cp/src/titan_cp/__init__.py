@@ -21,6 +21,10 @@ from titan_cp.planning.costs import AttentionCosts
 from titan_cp.planning.groups import connect
 from titan_cp.planning.plan import AttentionPlan, plan
 from titan_cp.planning.tiles import Tile
+from titan_cp.state.convolution import causal_convolution
+from titan_cp.state.costs import StateCosts, explain_state, state_costs
+from titan_cp.state.linear import linear_attention
+from titan_cp.state.reference import reference_linear_attention
 
 __all__ = [
     "AttentionCosts",
@@ -28,18 +32,24 @@ __all__ = [
     "AttentionPlan",
     "CPAttention",
     "ContextParallel",
+    "StateCosts",
     "Tile",
     "allgather_attention",
     "apply_context_parallel",
     "attention",
     "attention_mask",
     "backends",
+    "causal_convolution",
     "connect",
+    "explain_state",
+    "linear_attention",
     "localize_mask",
     "merge",
     "plan",
     "reference_attention",
+    "reference_linear_attention",
     "ring_attention",
+    "state_costs",
     "ulysses_attention",
     "usp_attention",
 ]

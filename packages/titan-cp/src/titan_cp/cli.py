@@ -12,7 +12,8 @@ from titan_cp import backends
 from titan_cp.planning.checks import METHODS
 from titan_cp.planning.draw import draw_plan
 from titan_cp.planning.layouts import LAYOUTS
-from titan_cp.planning.plan import plan
+from titan_cp.planning.plan import AttentionPlan, plan
+from titan_cp.state.costs import STATE_KINDS, explain_state
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -28,20 +29,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rank=0,
             num_heads=options.heads,
             num_kv_heads=options.kv_heads,
-            head_dim=options.head_dim,
+            head_dim=max(options.head_dim, options.value_dim or 0) if options.kind else options.head_dim,
+            value_dim=options.value_dim,
             dtype=_DTYPES[options.dtype],
-            method=options.method,
-            layout=options.layout,
+            method="ring" if options.kind else options.method,
+            layout="contiguous" if options.kind and options.layout == "auto" else options.layout,
             ulysses_degree=options.ulysses_degree,
             causal=not options.full,
             window=options.window,
             block_size=options.block_size,
             pad=options.pad,
         )
+        text = made.explain() if options.kind is None else _explain_state(made, options)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(made.explain())
+    print(text)
+    if options.kind is not None:
+        return 0
     packed, window = len(made.cu_seqlens) > 2, made.window is not None
     for device in ("cuda", "cpu"):
         chosen = backends.explain(device, made.dtype, head_dim=made.head_dim, packed=packed, window=window).used
@@ -50,6 +55,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.svg.write_text(draw_plan(made), encoding="utf-8")
         print(f"drawing     {options.svg}")
     return 0
+
+
+def _explain_state(made: AttentionPlan, options: argparse.Namespace) -> str:
+    for name, value, unset in (("method", options.method, "auto"), ("window", options.window, None),
+                               ("ulysses-degree", options.ulysses_degree, None), ("svg", options.svg, None),
+                               ("full", options.full, False)):  # fmt: skip
+        if value != unset:
+            raise ValueError(
+                f"--{name} is for attention; a state layer (--kind {options.kind}) has none. Leave it out."
+            )
+    return explain_state(
+        made, options.kind, num_heads=options.heads, num_key_heads=options.kv_heads, key_dim=options.head_dim,
+        value_dim=options.value_dim or options.head_dim, convolution=options.convolution, dtype=made.dtype,
+    )  # fmt: skip
 
 
 def read_documents(path: Path) -> list[int]:
@@ -77,9 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--seq-len", type=int, help="tokens; may be left out with --docs")
     explain.add_argument("--docs", type=Path, metavar="FILE", help="document lengths in tokens, white space between")
     explain.add_argument("--cp", type=int, required=True, help="ranks in the context-parallel group")
-    explain.add_argument("--heads", type=int, required=True, help="query heads")
-    explain.add_argument("--kv-heads", type=int, help="KV heads (default: as many as query heads)")
+    explain.add_argument("--heads", type=int, required=True, help="query heads; with --kind, value heads")
+    explain.add_argument("--kv-heads", type=int, help="KV heads; with --kind, key heads (default: as many as --heads)")
     explain.add_argument("--head-dim", type=int, default=128, help="channels per head")
+    explain.add_argument("--value-dim", type=int, help="channels per value head (default: as --head-dim)")
+    explain.add_argument("--kind", choices=list(STATE_KINDS), help="a layer with a state instead of attention")
+    explain.add_argument("--convolution", type=int, default=0, help="with --kind: taps of the convolution in front")
     explain.add_argument("--dtype", choices=list(_DTYPES), default="bfloat16")
     explain.add_argument("--method", choices=["auto", *METHODS], default="auto")
     explain.add_argument("--layout", choices=["auto", *LAYOUTS], default="auto")

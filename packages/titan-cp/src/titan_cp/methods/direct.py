@@ -64,7 +64,7 @@ class _Direct(torch.autograd.Function):
         grad_q = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
         widened = widen_saved(saved, backend)
         home: KeyValues | None = None
-        returning: _Transfer | None = None
+        returning: RowTransfer | None = None
         for index, kv in _blocks(KeyValues(k, k, v), setup):
             tiles = plan.tiles(plan.ring_rank) if index is None else plan.round_tiles(index)
             grads = block_gradients(widened, kv, backend, tiles, scale, grad_q)
@@ -77,7 +77,7 @@ class _Direct(torch.autograd.Function):
                 returning.finish(home)
             this = plan.rounds[index]
             # What came from a rank goes back there; what went to a rank comes back from there.
-            returning = _Transfer(grads, this.receives, this.sends, group, _GRAD_TAG)
+            returning = RowTransfer(grads, this.receives, this.sends, group, _GRAD_TAG)
         assert home is not None, "a rank has keys of its own"
         if returning is not None:
             returning.finish(home)
@@ -98,12 +98,12 @@ def _blocks(own: KeyValues, setup: RingSetup) -> Iterator[tuple[int | None, KeyV
         yield index, received
 
 
-def _fetch(own: KeyValues, this: Round, group: dist.ProcessGroup | None) -> "_Transfer":
+def _fetch(own: KeyValues, this: Round, group: dist.ProcessGroup | None) -> "RowTransfer":
     assert group is not None, "rounds exist only between ranks"
-    return _Transfer(own, this.sends, this.receives, group, _KV_TAG)
+    return RowTransfer(own, this.sends, this.receives, group, _KV_TAG)
 
 
-class _Transfer:
+class RowTransfer:
     """Rows on their way: posted when made, waited for and placed by `finish`."""
 
     def __init__(

@@ -10,7 +10,7 @@ def explain_plan(plan: PlanNumbers) -> str:
     documents = len(plan.cu_seqlens) - 1 - bool(padding)
     dtype = str(plan.dtype).removeprefix("torch.")
     kept = costs.saved_bytes
-    forward, backward = _size(kept + costs.forward_buffer_bytes), _size(kept + costs.backward_buffer_bytes)
+    forward, backward = size_text(kept + costs.forward_buffer_bytes), size_text(kept + costs.backward_buffer_bytes)
     least, most = _count(min(plan.work)), _count(max(plan.work))
     degrees = f" (Ulysses {plan.ulysses_degree} × ring {plan.ring_degree})" if plan.method == "usp" else ""
     mask = ("causal" if plan.causal else "full") + (f", window {plan.window}" if plan.window is not None else "")
@@ -25,8 +25,8 @@ def explain_plan(plan: PlanNumbers) -> str:
         f"heads       {plan.num_heads} query, {kv_heads}, {plan.head_dim} channels, {dtype}",
         f"method      {plan.method}{degrees}: {plan.reasons[0]}",
         f"layout      {plan.layout}: {plan.reasons[1]}",
-        f"sent        {_size(costs.forward_bytes)} forward, {_size(costs.backward_bytes)} backward",
-        f"kept        {_size(kept)} from forward to backward",
+        f"sent        {size_text(costs.forward_bytes)} forward, {size_text(costs.backward_bytes)} backward",
+        f"kept        {size_text(kept)} from forward to backward",
         f"peak        {forward} forward, {backward} backward (estimate: kept + buffers)",
         f"work        {least} to {most} pair-heads per rank, imbalance {plan.imbalance:.3f}",
     ]
@@ -55,7 +55,8 @@ def _ring_line(plan: PlanNumbers) -> str:
     )
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Bytes in the unit that reads best."""
     return (
         f"{count / 2**20:.2f} MiB" if count >= 2**20 else f"{count / 2**10:.2f} KiB" if count >= 2**10 else f"{count} B"
     )

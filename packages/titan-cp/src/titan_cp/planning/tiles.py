@@ -150,7 +150,7 @@ def _visible_runs(
 
 
 def _tokens(ranges: Ranges, cu_seqlens: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
-    """Pieces of documents, as tokens of the sequence: first, last + 1, and those of the whole document."""
+    """DocumentPieces of documents, as tokens of the sequence: first, last + 1, and those of the whole document."""
     _, document, start, stop, length = piece_arrays((ranges,), cu_seqlens)
     begin = np.asarray(cu_seqlens, dtype=np.int64)[document]
     return begin + start, begin + stop, begin, begin + length
