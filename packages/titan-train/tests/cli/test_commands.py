@@ -76,9 +76,9 @@ def test_check_explains_405b_without_memory(capsys):
     assert "bubble 2.7%" in out  # (p - 1) / (m v + p - 1) = 7 / 263 of interleaved 1F1B
     rows = {line.split()[0]: line.split()[1:9] for line in out.splitlines() if line.startswith("  ")}
     # 16 of 126 layers on a rank in the middle, cut in 8 by tensor parallelism: 16 x 3,187,703,808 / 8 elements
-    assert rows["parameters"][1] == "6.376"
+    assert rows["billions"][1] == "6.376"
     # float32 and sharded over 8
-    assert rows["params"][1] == "2.97"
+    assert rows["parameters"][1] == "2.97"
     assert "the configuration is valid" in out
     assert not torch.cuda.is_initialized()
 

@@ -31,16 +31,6 @@ if TYPE_CHECKING:
     from titan_train.parallel.layout.batch import BatchPlan
     from titan_train.planner.memory.ranks import RankEstimate
 
-_MEMORY = {
-    "params": "sharded parameters, float32",
-    "grads": "sharded gradients",
-    "optimizer": "optimizer state",
-    "gathered": "largest set of parameters gathered at once",
-    "activations": "activations of all micro-batches in flight",
-    "working": "backward of one block: what it recomputes, its widest gradients",
-    "peak": "peak over the step",
-}
-
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
@@ -198,8 +188,8 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
     if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
         print(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode)).explain()}")
     print(_memory_table(ranks))
-    if arguments.rehearse and config.compile.enabled:
-        print("\ncounted eagerly, without float8: torch.compile keeps less, as check without --rehearse says")
+    if ranks[0].left_out:
+        print(f"\nleft out: {ranks[0].left_out}")
     if arguments.rehearse:
         print(f"\n{_transfers(config, devices, task.vocab_size(config))}")
     print("\nthe configuration is valid")
@@ -280,19 +270,32 @@ def _pipeline_lines(config: Config, model: "nn.Module", schedule: "Schedule") ->
 
 
 def _memory_table(ranks: "Sequence[RankEstimate]") -> str:
-    """One column per pipeline rank; one column if all are equal."""
-    different = {(r.num_parameters, r.activations): r for r in ranks}
+    """One column per pipeline rank; one column if all are equal. The rows add up to the peak."""
+    from titan_train.planner.memory.peak import PARTS
+
+    different = {(r.num_parameters, r.activations, r.peak): r for r in ranks}
     shown = ranks if len(different) > 1 else ranks[:1]
     head = "".join(f"{'pp ' + str(r.pipeline_rank):>10}" for r in shown) if len(shown) > 1 else ""
-    lines = [f"\nmemory per rank, GiB:{head}"]
-    lines.append(
-        f"  {'parameters':<12}"
-        + "".join(f"{r.num_parameters / 1e9:10.3f}" for r in shown)
-        + "  billions used in compute"
-    )
-    for name, meaning in _MEMORY.items():
-        lines.append(f"  {name:<12}" + "".join(f"{getattr(r, name) / 2**30:10.2f}" for r in shown) + f"  {meaning}")
-    return "\n".join(lines)
+    lines = [f"\nmemory per rank, GiB:{head:>12}"]
+    used = "".join(f"{r.num_parameters / 1e9:10.3f}" for r in shown)
+    for name, meaning in PARTS.items():
+        sizes = [r.memory.parts.get(name, 0.0) / 2**30 for r in shown]
+        if any(sizes):
+            lines.append(f"  {name:<18}" + "".join(f"{size:10.2f}" for size in sizes) + f"  {meaning}")
+    fullest = max(ranks, key=lambda r: r.peak)
+    lines.append(f"  {'peak':<18}" + "".join(f"{r.peak / 2**30:10.2f}" for r in shown) + f"  {fullest.memory.instant}")
+    lines.append(f"  {'billions':<18}{used}  parameters used in compute")
+    return "\n".join([*lines, "", _where_it_fits(fullest.peak)])
+
+
+def _where_it_fits(peak: int) -> str:
+    from titan_train.planner.hardware.machine import list_machines, load_machine
+
+    machines = [load_machine(name) for name in list_machines() if name != "cpu"]
+    fits = [m.name for m in machines if peak <= m.memory_bytes]
+    if len(fits) == len(machines):
+        return "fits     every shipped machine"
+    return f"fits     {', '.join(fits) or 'no shipped machine'}; --hardware NAME predicts the speed and refuses what does not fit"
 
 
 def _batch_line(config: Config, batch: "BatchPlan") -> str:

@@ -67,6 +67,8 @@ class Setup:
     """Largest over mean number of tokens that the ranks' experts receive."""
     grad_bytes: int = 4
     """Bytes per element of kept and reduced gradients."""
+    state_bytes: tuple[float, float] = (8.0, 8.0)
+    """Bytes of optimizer state per parameter, of blocks and of embedding and head. AdamW keeps two moments in float32."""
 
     @property
     def world_size(self) -> int:

@@ -44,6 +44,7 @@ _INTERLEAVED = 1.6
 """Host time of a routed block whose forward and another microbatch's backward are launched piece by piece, over one pass."""
 _UNFUSED = 1.35
 """Host time of a routed block that sorts, counts and sends by kernels of their own, over a fused dispatcher's."""
+_NEWTON_SCHULZ = 5
 _HOST_UPDATE = 60e9
 """Bytes per second that the host's optimizer streams, a device's share of the host."""
 
@@ -215,9 +216,15 @@ def rank_parameters(shape: ModelShape, setup: Setup, *, first: bool = True, shar
     if share and not first and experts:
         experts *= min(1 / share, shape.num_layers / sum(n for n, _, routed in shape.block_sizes if routed))
     share = share or 1 / setup.pp
+    return dense * share / setup.tp + rank_ends(shape, setup, first=first), experts * share / setup.ep
+
+
+def rank_ends(shape: ModelShape, setup: Setup, *, first: bool = True) -> float:
+    """Parameters of embedding and head on one rank before sharding."""
+    if not first and setup.pp > 1:
+        return 0.0
     apart = setup.pp > 1 and not setup.head_on_first_rank
-    ends = shape.head_parameters * (1 if apart or shape.tied else 2) if first or setup.pp == 1 else 0
-    return (dense * share + ends) / setup.tp, experts * share / setup.ep
+    return shape.head_parameters * (1 if apart or shape.tied else 2) / setup.tp
 
 
 def data_parallel_seconds(c: Context, shape: ModelShape, forward: float, backward: float, head: float) -> float:
@@ -292,4 +299,11 @@ def _optimizer(c: Context, shape: ModelShape) -> float:
     dense, experts = rank_parameters(shape, s)
     shard = 1 if s.sharding == "ddp" else s.dp_shard * s.cp
     local = dense / shard + experts / (1 if s.sharding == "ddp" else max(1, shard * s.tp // s.ep))
-    return 30.0 * local * (1 - s.offload_optimizer) / c.rates.stream
+    # parameter and state read and written, gradient read, a bf16 copy written
+    of_blocks, of_ends = s.state_bytes
+    seconds = (14.0 + 2 * of_blocks) * local * (1 - s.offload_optimizer) / c.rates.stream
+    if (
+        of_blocks < of_ends
+    ):  # Muon: five Newton-Schulz steps of at most 6 x width operations an element, by the element's owner
+        seconds += _NEWTON_SCHULZ * 6 * shape.dim * local / c.rates.plain
+    return seconds

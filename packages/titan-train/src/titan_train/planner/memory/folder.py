@@ -10,14 +10,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from torch import nn
-
 from titan_train.config import Config, load_config
 from titan_train.models.build import build_model
 from titan_train.models.shape import ModelShape
 from titan_train.parallel.layout.run import plan_run
-from titan_train.parallel.structure import blocks_of
-from titan_train.planner.memory.ranks import estimate_ranks
+from titan_train.planner.memory.ranks import estimate_ranks, keep_blocks
 from titan_train.planner.setup import Setup
 
 _LINEAR = 1024
@@ -67,10 +64,7 @@ class FolderBlocks:
 
     def _activations(self, count: int, recompute: str, seq_len: int) -> int:
         model, config = copy.deepcopy(self._model), self._config(recompute, seq_len)
-        blocks = {id(block) for block in blocks_of(model)}
-        for container in model.modules():
-            if isinstance(container, nn.ModuleList) and any(id(child) in blocks for child in container):
-                del container[count:]
+        keep_blocks(model, range(count))
         plan = plan_run(config, 1)
         (rank,) = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None)
         return rank.activations

@@ -111,13 +111,18 @@ def _everything(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
 
 
 def _compiled(block: Block, dim: int, at: RankTokens) -> float:
-    """The partitioner keeps products' inputs, attention's, and statistics of norms; what is between them is run again."""
+    """The partitioner keeps products' inputs, attention's, and statistics of norms; what is between them is run again. Inputs of
+    float8 products are kept as casts; of attention's result and of experts' rows there is one beside what is kept anyway.
+    """
     a, f, e, n, r = block.attention, block.ffn, at.element, at.whole, at.residual
     assert a is not None
+    cast = 1 if at.float8 else 0
+    given = cast or e
     layer_norm = block.norms > 2
     total = 2.0 * e * dim * r + 2 * r * (2 * e if layer_norm else _WIDE)  # inputs and statistics of both norms
     heads, kv_heads = share_of(a.heads, at.tp), share_of(a.kv_heads, at.tp)
-    total += e * n * dim + _WIDE * n * heads  # gathered input, log-sum-exp
+    total += given * n * dim + _WIDE * n * heads  # gathered input, log-sum-exp
+    total += cast * n * heads * (a.v_dim if a.latent else a.head_dim)
     if a.latent:
         total += 2 * e * n * (a.q_lora + a.kv_lora) + _WIDE * n * (2 if a.q_lora else 1)
         total += 2 * e * n * heads * (a.head_dim + a.v_dim)
@@ -128,13 +133,13 @@ def _compiled(block: Block, dim: int, at: RankTokens) -> float:
     if not layer_norm:
         total += _WIDE * at.seq_len * (a.rope_dim or a.head_dim)
     if isinstance(f, FeedForwardShape):
-        return total + e * n * (dim + f.matrices * (f.hidden // at.tp))
+        return total + n * (given * dim + (e * (f.matrices - 1) + given) * (f.hidden // at.tp))
     assert isinstance(f, ExpertsShape)
     k = f.per_token
     total += r * (_WIDE * (dim + f.num_experts) + (3 * _INDEX + _WIDE) * k) + _WIDE * f.num_experts * dim  # router
-    total += r * k * e * (2 * dim + f.matrices * f.hidden)
+    total += r * k * (e * (2 * dim + f.matrices * f.hidden) + cast * (dim + f.hidden))
     if f.shared_hidden:
-        total += e * n * (dim + f.matrices * (f.shared_hidden // at.tp))
+        total += n * (given * dim + (e * (f.matrices - 1) + given) * (f.shared_hidden // at.tp))
     return total
 
 
@@ -202,7 +207,8 @@ def _estimated(block: Block, dim: int, setup: Setup) -> float:
     """Bytes for each token, before tensor parallelism cuts them. Of recomputed modules the input alone is kept."""
     modules = set(setup.recompute_modules)
     inputs = _FLOAT8_INPUTS if setup.float8 and setup.te else 1.0
-    halves = min(block.norms, 2) or 2
+    single = block.modulation and block.modulation < 6 * dim * dim and setup.stack == "compile"
+    halves = 1 if single else min(block.norms, 2) or 2
     kept = 2.0 * dim * halves  # inputs of the norms
     if "layernorm" not in modules:
         kept += 2.0 * dim * halves * inputs
@@ -218,7 +224,7 @@ def _estimated(block: Block, dim: int, setup: Setup) -> float:
     if setup.stack == "eager" and block.norms <= 2:
         kept += _float32_copies(block, dim, halves)
     if block.modulation:  # what the gates are multiplied with
-        kept += 2.0 * dim * halves
+        kept += 2.0 * dim * (1 if setup.stack == "compile" else halves)
     if setup.stack == "compile":
         kept += _compiled_extras(block, dim, halves)
     return kept

@@ -1,4 +1,5 @@
-"""The largest number of bytes at one time, and the instant at which it is reached.
+"""The largest number of bytes at one time, by use, and the instant at which it is reached: the account of `plan`, `check`, a
+rehearsal and the report. `plan` and `check --hardware` fill it from formulas, `check` with what `ranks` counts on the real model.
 
 Instants are compared on the first pipeline rank (most microbatches in flight) and on the last (the head):
 
@@ -8,6 +9,7 @@ Instants are compared on the first pipeline rank (most microbatches in flight) a
 Megatron-style stacks (zero1) add a bf16 dummy gradient for one block, which TransformerEngine never frees.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -25,8 +27,27 @@ from titan_train.planner.memory.states import (
 from titan_train.planner.setup import Setup
 
 _GIB = 2.0**30
+WORKSPACE = 1.0 * _GIB
+"""Bytes of communicators and cuBLAS on a GPU."""
 # bytes per logit at the loss: copies in bf16 and float32, log-softmax, gradient
 _LOSS_BYTES = {"eager": 14.0, "compiled": 6.0, "fused": 4.0, "chunked": 1.0}
+
+
+PARTS = {
+    "parameters": "parameters, their shards where they are sharded",
+    "gradients": "gradients, sharded as the parameters are",
+    "optimizer": "optimizer state",
+    "gathered": "parameters gathered and gradients not yet reduced, at this instant",
+    "activations": "saved for backward, of all microbatches in flight",
+    "block working set": "backward of one block: what it recomputes, its widest gradients",
+    "logits": "logits of the loss and their gradient",
+    "head input": "input of the head and its gradient",
+    "tp buffers": "gathered inputs and partial sums of tensor parallelism",
+    "messages": "received and sent between stages",
+    "dummy gradients": "gradients of one block that TransformerEngine never frees",
+    "head gradient": "gradient of the head's weight",
+    "workspace": "communicators and libraries, on a GPU",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +81,14 @@ def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
     """The peak over the first and the last pipeline rank; on a V over the one with both ends and the fullest other."""
     if setup.head_on_first_rank:
         ends, inner = shares_on_a_v(shape, setup.pp, setup.seq_len)
-        ranks = [_rank_peak(shape, setup, first=True, share=ends), _rank_peak(shape, setup, first=False, share=inner)]
+        ranks = [
+            rank_peak(shape, setup, first=True, head=True, share=ends),
+            rank_peak(shape, setup, first=False, head=False, share=inner),
+        ]
     else:
-        ranks = [_rank_peak(shape, setup, first=True)]
+        ranks = [rank_peak(shape, setup, first=True, head=setup.pp == 1)]
         if setup.pp > 1:
-            ranks.append(_rank_peak(shape, setup, first=False))
+            ranks.append(rank_peak(shape, setup, first=False, head=True))
     return max(ranks, key=lambda peak: peak.allocated)
 
 
@@ -95,46 +119,63 @@ def in_flight(setup: Setup, *, first: bool) -> float:
     return cost.first if first else cost.last
 
 
-def _rank_peak(shape: ModelShape, setup: Setup, *, first: bool, share: float = 0.0) -> MemoryPeak:
-    tokens, tp = setup.tokens, setup.tp
+def rank_peak(
+    shape: ModelShape,
+    setup: Setup,
+    *,
+    first: bool,
+    head: bool,
+    share: float = 0.0,
+    counted: Mapping[str, float] | None = None,
+) -> MemoryPeak:
+    """The peak of one pipeline rank.
+
+    Args:
+        shape: The whole model.
+        setup: How it runs.
+        first: The rank has the embedding.
+        head: It has the head and the loss.
+        share: Its part of the blocks; 0 takes an even one.
+        counted: Bytes of the states, ``gathered`` (in backward) and ``activations`` that were counted on the model.
+    """
+    tokens, tp, fsdp = setup.tokens, setup.tp, setup.sharding != "zero1"
     parts = dict(state_bytes(shape, setup, first=first or not setup.head_on_first_rank, share=share))
-    kept = kept_bytes(shape, setup) * (share or 1 / setup.pp) * in_flight(setup, first=first)
-    parts["activations"] = kept * (1 - setup.offload_activations)
+    throughout = parts.pop("gathered", 0.0)
+    if counted is None:
+        kept = kept_bytes(shape, setup) * (share or 1 / setup.pp) * in_flight(setup, first=first)
+        parts["activations"] = kept
+    else:
+        parts |= {name: size for name, size in counted.items() if name != "gathered"}
+    parts["activations"] *= 1 - setup.offload_activations
     if tp > 1:
         parts["tp buffers"] = 3 * 2.0 * tokens * shape.dim
     if setup.pp > 1 and setup.sharding == "fsdp":  # both ways; ours: two received ahead of need, and one on its way out
         messages = setup.stages_per_rank * setup.microbatches if setup.receive_ahead else 2 + 1
         parts["messages"] = 2 * messages * 2.0 * tokens * shape.dim / tp
-    parts["workspace"] = 0.2 * _GIB if setup.sharding == "zero1" else 1.0 * _GIB
-    working = working_bytes(shape, setup)
-    if setup.sharding == "zero1":
+    parts["workspace"] = WORKSPACE if fsdp else 0.2 * _GIB
+    backward = {"block working set": working_bytes(shape, setup)}
+    loss: dict[str, float] = {}
+    if not fsdp:
         parts["dummy gradients"] = dummy_gradient_bytes(shape, setup) if setup.te else 0.0
-        backward = {"block working set": working}
-        loss = {"head gradient": 2.0 * shape.head_parameters / tp}
-    elif setup.pp == 1:
-        head = gathered_head_bytes(shape, setup)
-        backward = {
-            "gathered block": gathered_block_bytes(shape, setup),
-            "block working set": working,
-            "gathered head": head,
-        }
-        loss = {"gathered head": head}
+        loss["head gradient"] = 2.0 * shape.head_parameters / tp
     else:
-        backward = {"block working set": working}
-        loss = {}
-    if shape.vocab and (setup.pp == 1 or first is setup.head_on_first_rank):
-        per_logit = _LOSS_BYTES[setup.loss]
-        if setup.loss == "eager" and tp > 1:
-            per_logit = 20.0
+        at_head = gathered_head_bytes(shape, setup) if setup.pp == 1 else 0.0
+        block = gathered_block_bytes(shape, setup) if setup.pp == 1 else 0.0
+        backward["gathered"] = throughout + block if counted is None else counted["gathered"]
+        loss["gathered"] = throughout + at_head if counted is None or setup.pp == 1 else counted["gathered"]
+    if shape.vocab and head:
+        per_logit = _LOSS_BYTES[setup.loss] if setup.loss != "eager" or tp == 1 else 20.0
+        if counted is not None and setup.loss != "chunked":
+            per_logit -= 4.0  # saved for backward, and counted there
         loss["logits"] = per_logit * tokens * shape.vocab / tp * (1 + shape.mtp)
-        loss["head input"] = 2 * 2.0 * tokens * shape.dim if setup.sharding != "zero1" else 0.0
+        loss["head input"] = 2 * 2.0 * tokens * shape.dim if fsdp else 0.0
     else:
         loss = {}
     at_loss = sum(loss.values()) > sum(backward.values())
     parts |= loss if at_loss else backward
     allocated = sum(parts.values())
-    fragments = 1.04 if setup.sharding == "zero1" else 1.01
-    where = "first" if first else "fullest inner" if setup.head_on_first_rank else "last"
+    fragments = 1.01 if fsdp else 1.04
+    where = "first" if first else "last" if head else "fullest inner"
     rank = f" on the {where} pipeline rank" if setup.pp > 1 else ""
     instant = ("the loss's backward" if at_loss else "backward of a block") + rank
     return MemoryPeak({k: v for k, v in parts.items() if v}, instant, allocated * fragments)

@@ -21,21 +21,26 @@ from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.models import count_parameters
+from titan_train.models.build import build_model
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import ModelShape
 from titan_train.models.traits import traits_of
+from titan_train.parallel.activations.recompute import apply_activation_checkpointing
+from titan_train.parallel.compiled import compile_blocks
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.float8 import convert_to_float8
 from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
 from titan_train.parallel.layout.degrees import Mode, wrapped_over
+from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, table_for
-from titan_train.planner.memory.kept import block_bytes, tokens_of, working_bytes
+from titan_train.planner.memory.kept import block_bytes, tokens_of
+from titan_train.planner.memory.peak import WORKSPACE, MemoryPeak, rank_peak
 from titan_train.planner.memory.rehearsed import recomputed_layers, rehearse_activation_checkpointing
 from titan_train.planner.memory.saved import stage_saved_bytes
 from titan_train.planner.setup import Setup
@@ -51,17 +56,30 @@ class RankEstimate:
     """Its place in the pipeline; 0 without one."""
     num_parameters: int
     """Elements of the parameters it computes with, after tensor, expert and pipeline parallelism, before sharding."""
-    params: int
-    grads: int
-    optimizer: int
-    gathered: int
-    """Most parameters gathered at one time."""
     activations: int
     """Saved for backward, of all micro-batches that are under way at the same time."""
-    working: int
-    """Of one block's backward: what it recomputes, and the gradients around its widest operator."""
-    peak: int
-    """Most at any time of a step."""
+    memory: MemoryPeak
+    """Bytes by use; they add up to the peak of a step."""
+    left_out: str = ""
+    """What a rehearsal could not build of the program that will run."""
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at any time of a step."""
+        return int(self.memory.allocated)
+
+
+def rehearse(config: Config, devices: int) -> list[RankEstimate]:
+    """Build each pipeline rank's program as it will run, run a micro-batch of it on fake tensors, and count.
+
+    Raises:
+        ValueError: The layout, the batch or the model cannot run on so many devices.
+    """
+    plan = plan_run(config, devices)
+    model = build_model(config.model, vocab_size=None)
+    return estimate_ranks(
+        config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule, closed_form=False
+    )
 
 
 def estimate_ranks(
@@ -89,7 +107,7 @@ def estimate_ranks(
         rank = _Rank(config, layout, mode, batch, whole, group, closed_form)
         if schedule is None:
             whole_of_it = rank.measure(functools.partial(copy.deepcopy, whole), None, last=True)
-            return [_add_up([whole_of_it], 1.0, pipeline_rank=0)]
+            return [rank.add_up([whole_of_it], 1.0, pipeline_rank=0)]
         layers = stage_layers(config, whole, schedule)
         last = schedule.num_stages - 1
         peaks = verify(schedule).peak  # in the unit of one rank's share of one micro-batch
@@ -102,7 +120,13 @@ def estimate_ranks(
                 measured[kind] = rank.measure(take, here, last=stage == last)
         kinds = [rank.kind(blocks[here.start : here.stop], stage, last) for stage, here in enumerate(layers)]
         return [
-            _add_up([measured[kinds[s]] for s in schedule.stages_of(number)], peaks[number], pipeline_rank=number)
+            rank.add_up(
+                [measured[kinds[s]] for s in schedule.stages_of(number)],
+                peaks[number],
+                pipeline_rank=number,
+                first=0 in schedule.stages_of(number),
+                head=last in schedule.stages_of(number),
+            )
             for number in range(schedule.num_ranks)
         ]
 
@@ -115,24 +139,9 @@ class _Stage:
     held: fsdp.Estimate
     activations: int
     """Of one micro-batch."""
-    working: int
-    """Of one block's backward."""
-
-
-def _add_up(stages: Sequence[_Stage], under_way: float, *, pipeline_rank: int) -> RankEstimate:
-    """A rank that holds ``stages``, with ``under_way`` micro-batches in memory at once."""
-    activations = [int(stage.activations * under_way) for stage in stages]
-    return RankEstimate(
-        pipeline_rank=pipeline_rank,
-        num_parameters=sum(stage.num_parameters for stage in stages),
-        params=sum(stage.held.params for stage in stages),
-        grads=sum(stage.held.grads for stage in stages),
-        optimizer=sum(stage.held.optimizer for stage in stages),
-        gathered=sum(stage.held.gathered for stage in stages),
-        activations=sum(activations),
-        working=max(stage.working for stage in stages),
-        peak=sum(stage.held.peak for stage in stages) + sum(activations) + max(stage.working for stage in stages),
-    )
+    ends: float
+    """Share of the parameters that lie in no block."""
+    left_out: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,37 +161,66 @@ class _Rank:
         parallel = self.config.parallel
         if parallel.tp_plan or parallel.reshard_overrides or parallel.keep_fp32:
             return stage
-        shapes = (
-            (type(block), tuple((name, parameter.shape) for name, parameter in block.named_parameters()))
-            for block in blocks
-        )
-        return stage == 0, stage == last, tuple(shapes)
+        return stage == 0, stage == last, tuple(map(_kind_of, blocks))
 
     def measure(self, make: Callable[[], nn.Module], layers: range | None, *, last: bool) -> _Stage:
         """What the part of the model that ``make`` builds holds; the ``last`` one ends in the loss."""
         spec, config = self.layout.spec, self.config
         sizes = wrapped_over(self.layout, self.mode)
         expert_sizes = {"shard": max(1, spec.dp_shard * spec.cp * spec.tp // spec.ep), "replicate": spec.dp_replicate}
-        activations = self._closed_form(layers)
+        activations, left_out = self._closed_form(layers), ""
         if activations is None:
             # with all its experts: as many rows meet them, whoever holds them
-            running = self._cut(make(), running=True)
-            activations = self._trace(running, sizes, last=last)
+            try:
+                activations = self._count(make, sizes, last=last)
+            except Exception as err:  # torch.compile may fail on any model, as it may in the run
+                if not config.compile.enabled:
+                    raise
+                eager = replace(self, config=replace(config, compile=replace(config.compile, enabled=False)))
+                activations = eager._count(make, sizes, last=last)
+                left_out = f"torch.compile, which keeps less: {type(err).__name__} while it was rehearsed"
         held = self._cut(make())
         experts = [stack.fqn for stack in expert_stacks(held)] if spec.ep > 1 else []
         _cut_experts(held, spec.ep)
         policy = fsdp_policy(config, self.mode, experts=experts)
         plan = fsdp.plan(held, sizes, policy, meshes={"experts": expert_sizes} if experts else None)
-        return _Stage(
-            num_parameters=count_parameters(held),
-            held=plan.estimate(
-                microbatches=self.batch.accumulation,
-                # a pipeline keeps whole gradients until its schedule ends
-                keep="unsharded" if spec.pp > 1 else config.parallel.accumulate,
-            ),
-            activations=activations,
-            working=self._working(),
+        # a pipeline keeps whole gradients until its schedule ends
+        keep = "unsharded" if spec.pp > 1 else config.parallel.accumulate
+        # published peaks of runs with one micro-batch hold the sharded gradients too, so that they count from the start
+        estimate = plan.estimate(microbatches=max(self.batch.accumulation, 2 if keep == "sharded" else 1), keep=keep)
+        count = count_parameters(held)
+        ends = 1 - sum(p.numel() for block in blocks_of(held) for p in block.parameters()) / count
+        return _Stage(count, estimate, activations, ends, left_out)
+
+    def add_up(
+        self, stages: Sequence[_Stage], under_way: float, *, pipeline_rank: int, first: bool = True, head: bool = True
+    ) -> RankEstimate:
+        """A rank that holds ``stages``, with ``under_way`` micro-batches in memory at once."""
+        activations = sum(int(stage.activations * under_way) for stage in stages)
+        held = [stage.held for stage in stages]
+        on_host = self.config.parallel.offload != "none"
+        counted = {
+            "parameters": 0.0 if on_host else float(sum(h.params for h in held)),
+            "gradients": 0.0 if on_host else float(sum(h.grads for h in held)),
+            "optimizer": 0.0 if on_host else sum(self._state(stage) for stage in stages),
+            "activations": float(activations),
+        }
+        states = sum(h.params + h.grads + h.optimizer for h in held) * (not on_host)
+        counted["gathered"] = max(0.0, float(sum(h.peak for h in held) - states))
+        if self._is_known():
+            memory = rank_peak(self._shape(), self._setup(), first=first, head=head, counted=counted)
+        else:
+            parts = counted | {"workspace": WORKSPACE}
+            memory = MemoryPeak(parts, "backward of a block", 1.01 * sum(parts.values()))
+        return RankEstimate(
+            pipeline_rank, sum(s.num_parameters for s in stages), activations, memory, stages[0].left_out
         )
+
+    def _state(self, stage: _Stage) -> float:
+        """Bytes of optimizer state of one stage's shards."""
+        of_blocks, of_ends = self.config.optimizer.state_bytes
+        elements = stage.held.grads / 4
+        return of_blocks * elements + (of_ends - of_blocks) * elements * stage.ends
 
     def _closed_form(self, layers: range | None) -> int | None:
         """Bytes that these blocks (None: all) leave for backward; None where only a run can tell."""
@@ -231,17 +269,35 @@ class _Rank:
         spec = self.layout.spec
         return setup_of_config(self.config, spec.pp * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp)
 
-    def _working(self) -> int:
-        """Bytes of one block's backward beside what forward kept; 0 for models that the planner does not know."""
-        if not self._is_known():
-            return 0
-        setup = self._setup()
-        return int(working_bytes(self._shape(), setup))
+    def _count(self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool) -> int:
+        """Bytes that a micro-batch leaves for backward; of blocks that are alike two are run, the others count as the second."""
+
+        def run(kept: Sequence[int]) -> int:
+            part = make()
+            keep_blocks(part, kept)
+            return self._trace(self._cut(part, running=True), sizes, last=last)
+
+        blocks = blocks_of(make())
+        alike: dict[Any, list[int]] = {}
+        # of other people's blocks, equal parameters do not mean equal programs: masks alternate
+        layered = self.config.activations.checkpoint in ("every", "pattern") or not is_shipped(self.whole)
+        for number, block in enumerate(blocks):
+            alike.setdefault(number if layered else _kind_of(block), []).append(number)
+        once = sorted(numbers[0] for numbers in alike.values())
+        base = run(once)
+        more = [(len(same) - 1, sorted([*once, same[1]])) for same in alike.values() if len(same) > 1]
+        return base + sum(count * (run(kept) - base) for count, kept in more)
 
     def _trace(self, running: nn.Module, sizes: dict[str, int], *, last: bool) -> int:
-        """The same, counted while a micro-batch runs on fake tensors."""
-        rehearse_activation_checkpointing(running, blocks_of(running), self.config.activations)
-        plan = fsdp.plan(running, sizes, fsdp_policy(self.config, self.mode))
+        """The same, counted while a micro-batch runs on fake tensors; compiled blocks go through torch's own partitioner."""
+        blocks, config = blocks_of(running), self.config
+        if config.compile.enabled:
+            compiled = replace(config.compile, backend="aot_eager_decomp_partition", mode="default")
+            apply_activation_checkpointing(running, blocks, replace(config.activations, offload=False))
+            compile_blocks(blocks, compiled, config.activations, whole_graph=False)
+        else:
+            rehearse_activation_checkpointing(running, blocks, config.activations)
+        plan = fsdp.plan(running, sizes, fsdp_policy(config, self.mode))
         loss = _loss if last else None
         return plan.estimate(running, self._inputs(running), loss=loss, in_place=True).activations
 
@@ -250,11 +306,10 @@ class _Rank:
         head where it is computed there.
         """
         config, head = self.config, None
-        # the layers of an eager run; a compiled one keeps no cast beside its input, so plain layers are nearer to it
-        if running and config.float8.recipe != "none" and not config.compile.enabled:
+        if running and config.float8.recipe != "none":
             tokens = tokens_at_once(self.batch, config, self.layout)
             whole = self.layout.spec.tp == 1 and self.layout.spec.pp == 1
-            convert_to_float8(part, config.float8, tokens=tokens, fuse_norms=whole)
+            convert_to_float8(part, config.float8, tokens=tokens, fuse_norms=whole, eager=not config.compile.enabled)
         if running and config.train.fused_loss:
             head = fuse_head_loss(part, z_loss=0.0, vocab_size=1)
         if self.group is not None:
@@ -296,6 +351,25 @@ class _Rank:
         width = next(module.embedding_dim for module in self.whole.modules() if isinstance(module, nn.Embedding))
         cut = spec.tp if self.config.parallel.sequence_parallel else 1
         return (torch.zeros(rows, seq_len // cut, width, device="meta", requires_grad=True),)
+
+
+def keep_blocks(model: nn.Module, kept: Sequence[int]) -> None:
+    """Take all repeated blocks but those of these numbers out of ``model``, in place."""
+    blocks = blocks_of(model)
+    gone = {id(block) for number, block in enumerate(blocks) if number not in kept}
+    for container in model.modules():
+        for name, child in list(container.named_children()):
+            if id(child) not in gone:
+                continue
+            if isinstance(container, nn.ModuleList):
+                del container[next(i for i, other in enumerate(container) if other is child)]
+            elif isinstance(container, nn.ModuleDict):
+                del container[name]
+
+
+def _kind_of(block: nn.Module) -> Any:
+    """Equal for two blocks that keep the same."""
+    return type(block), tuple((name, parameter.shape) for name, parameter in block.named_parameters())
 
 
 def _positions(seq_len: int, hidden: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Bytes of parameters, gradients and optimizer state on one rank."""
 
 from titan_train.models.shape import ExpertsShape, ModelShape
-from titan_train.planner.cost.step import rank_parameters
+from titan_train.planner.cost.step import rank_ends, rank_parameters
 from titan_train.planner.setup import Setup
 
 
 def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 0.0) -> dict[str, float]:
     """What lives through the whole step.
 
-    fsdp shards float32 parameters, gradients and two moments: 16 bytes over the shards. zero1 keeps bf16 parameters and
+    fsdp shards float32 parameters, gradients and AdamW's two moments: 16 bytes over the shards. ``gathered`` is what stays whole
+    through the step. zero1 keeps bf16 parameters and
     whole gradients, and shards float32 masters and moments: 2 + 4 + 12 / shards. ddp keeps 16 bytes, and bf16 copies.
     Experts are sharded over the ranks that hold the same experts.
     """
@@ -16,25 +17,35 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 
     shard = setup.dp_shard * setup.cp
     expert_shard = max(1, shard * setup.tp // setup.ep)
     both = ((dense, shard), (experts, expert_shard))
+    of_blocks, of_ends = setup.state_bytes
+
+    def state(shards: int) -> float:
+        ends = rank_ends(shape, setup, first=first)
+        routed = experts / (expert_shard if shards > 1 else 1)
+        return of_blocks * ((dense - ends) / shards + routed) + of_ends * ends / shards
+
     if setup.task == "lora":
         kept = sum(n / (s if setup.sharding == "fsdp" else 1) for n, s in both)
         return {"parameters": 2.0 * kept, "gradients": 0.0, "optimizer": 0.02 * 16 * kept}
     if setup.sharding == "fsdp":
         local = sum(n / s for n, s in both)
         whole = dense + experts
-        out = {"parameters": 4.0 * local, "gradients": 4.0 * local, "optimizer": 8.0 * local}
+        out = {"parameters": 4.0 * local, "gradients": 4.0 * local, "optimizer": state(shard)}
         if setup.pp > 1:  # gathered once a step, gradients added up whole
-            out["gathered"] = 2.0 * whole if shard * expert_shard > 1 else 0.0
-            out["gradients"] = 4.0 * whole + 4.0 * local * (shard * expert_shard > 1)  # the shards, as they are reduced
+            out["gathered"] = (2.0 + 4.0) * whole if shard * expert_shard > 1 else 0.0
         elif not setup.reshard:
             out["gathered"] = 2.0 * whole
         return _offloaded(out, setup)
     if setup.sharding == "zero1":
         whole, local = dense + experts, sum(n / s for n, s in both)
-        out = {"parameters": 2.0 * whole, "gradients": float(setup.grad_bytes) * whole, "optimizer": 12.0 * local}
+        out = {
+            "parameters": 2.0 * whole,
+            "gradients": float(setup.grad_bytes) * whole,
+            "optimizer": 4.0 * local + state(shard),
+        }
         return _offloaded(out, setup)
     whole = dense + experts
-    return {"parameters": 6.0 * whole, "gradients": 4.0 * whole, "optimizer": 8.0 * whole}
+    return {"parameters": 6.0 * whole, "gradients": 4.0 * whole, "optimizer": state(1)}
 
 
 def _offloaded(out: dict[str, float], setup: Setup) -> dict[str, float]:
@@ -57,20 +68,20 @@ def gathered_block_bytes(shape: ModelShape, setup: Setup) -> float:
     own = 4.0 if setup.reshard else 2.0  # never resharded: the parameters are counted with the states
 
     def around(unit: float, before: float) -> float:
-        return own * unit + ahead * before + reduced * before
+        return own * unit + ahead * unit + reduced * before
 
-    worst = 0.0
+    head, worst = shape.head_parameters / setup.tp, 0.0
     for _, dense, experts in shape.block_sizes:
         here, there = dense / setup.tp, experts / setup.ep
         if setup.ep > 1 and there:
             worst = max(worst, around(here, there), around(there, here))
         else:
-            worst = max(worst, around(here + there, here + there))
+            worst = max(worst, around(here + there, max(here + there, head)))
     return worst
 
 
 def gathered_head_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Bytes of the last unit, norm and head: its parameters and gradients live through all of backward."""
+    """Bytes of the last unit, norm and head, around the loss: its parameters and gradients."""
     return (4.0 if setup.reshard else 2.0) * shape.head_parameters / setup.tp
 
 
