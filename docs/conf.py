@@ -17,7 +17,10 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
 ]
+copybutton_prompt_text = "$ "
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"  # not what a command printed
 exclude_patterns = ["_build", "concepts/_refused.md"]
 
 # The list of refused combinations is asked of the code, each time the documentation is built.
@@ -25,7 +28,8 @@ _rows = "".join(f"| {what} | {reason} |\n" for what, reason in table())
 _refused = Path(__file__).parent / "concepts" / "_refused.md"
 _refused.write_text("| combination | what the user is told |\n| --- | --- |\n" + _rows, encoding="utf-8")
 
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+# no dollarmath: formulas would be drawn by a script from another server
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 # Docstrings are written for people who read them in an editor: `name` is code there.

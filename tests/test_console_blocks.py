@@ -29,7 +29,7 @@ from titan_train.inputs import prepare_inputs
 from titan_train.parallel.layout.run import plan_run
 from titan_train.train import Trainer
 
-FOREIGN = ("uv", "uvx", "pip", "docker", "ray", "sbatch", "cmake", "jupyter", "build/generate")
+FOREIGN = ("pytest", "uv", "uvx", "pip", "docker", "ray", "sbatch", "cmake", "jupyter", "build/generate")
 LEAVES = ("titan-ckpt", "titan-cp", "titan-mesh", "titan-pipeline")
 SMALL = ("quickstart", "debug", "flux_shapes", "vlm_shapes")
 """Shipped configurations that two CPU ranks train in minutes."""
@@ -64,6 +64,8 @@ def command_of(words):
 
 def name_of(words):
     """The command of titan-train: its first word, or two."""
+    if words[1] == "help":
+        return "help"
     return next(name for n in (2, 1) if (name := " ".join(words[1 : n + 1])) in COMMANDS)
 
 

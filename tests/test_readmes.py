@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
+    "AGENTS.md",
+    "skills/*/SKILL.md",
     "packages/*/README.md",
     "examples/**/README.md",
     "docs/guides/*.md",
@@ -44,8 +46,14 @@ def test_python_blocks_run(readme, tmp_path):
 def test_every_file_the_readmes_link_to_exists():
     for readme in READMES:
         prose = re.sub(r"^```.*?^```|`[^`\n]+`(?!\])", "", readme.read_text(), flags=re.M | re.S)
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*|\s\"[^\"]*\")?\)", prose):
             assert (readme.parent / target).exists(), f"{readme.relative_to(ROOT)} links to {target}"
+
+
+def test_every_test_that_a_page_names_exists():
+    for readme in READMES:
+        for target, name in re.findall(r"\]\(([^)#:\s]+\.py) \"(test_\w+)\"\)", readme.read_text()):
+            assert f"def {name}(" in (readme.parent / target).read_text(), f"{readme.relative_to(ROOT)}: {name}"
 
 
 def test_every_setting_is_in_a_guide_an_example_or_a_shipped_configuration():

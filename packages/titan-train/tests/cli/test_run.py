@@ -145,6 +145,23 @@ def test_a_run_leaves_checkpoint_report_and_metrics_and_says_what_to_do_next(fol
     assert "resumed from step 12" in longer.stdout
 
 
+def test_the_last_hint_fits_the_run():
+    from titan_train.cli.run import _first_words
+    from titan_train.config import load_config
+
+    chats = [
+        "--data.sources.0.kind",
+        "jsonl",
+        "--data.sources.0.paths",
+        "a.jsonl",
+        "--data.sources.0.messages-key",
+        "m",
+    ]
+    assert _first_words(load_config("quickstart")) == '--prompt "def main("'
+    assert _first_words(load_config("debug", ["--validation.prompts", "a $x"])) == "--prompt 'a $x'"
+    assert _first_words(load_config("debug", chats)) == '--chat --prompt "Hello"'
+
+
 def test_a_failing_ranks_error_is_shown_once_with_its_rank(folder):
     (folder / "broken.py").write_text(
         "import torch.distributed as dist\n"

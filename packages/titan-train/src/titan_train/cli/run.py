@@ -14,6 +14,8 @@ SIGUSR1 saves and continues. After a lost or hanging rank the run restarts, up t
 """
 
 import os
+import re
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -323,7 +325,16 @@ def _print_next(config: Config, run_dir: Path) -> None:
     if samples := sorted((run_dir / "samples").glob("*.png")):
         print(f"samples  {samples[-1]}")
     elif task_name(config) == "text":
-        print(f'generate titan-train generate {run_dir} --prompt "def main("')
+        print(f"generate titan-train generate {shlex.quote(str(run_dir))} {_first_words(config)}")
+
+
+def _first_words(config: Config) -> str:
+    """What to ask the run's model: its own first prompt, a message where it learned chats, else the beginning of any text."""
+    if any(source.messages_key for source in config.data.sources):
+        return '--chat --prompt "Hello"'
+    python = config.data.sources[0].kind == "stdlib"
+    own = config.validation.prompts[0] if config.validation.prompts else "def main(" if python else "The"
+    return "--prompt " + (f'"{own}"' if re.fullmatch(r"[\w (),.:;?-]+", own) else shlex.quote(own))
 
 
 def _print_samples(run_dir: Path) -> None:
