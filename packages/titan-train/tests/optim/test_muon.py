@@ -12,6 +12,7 @@ from titan_train.optim import build_optimizer, plan_groups
 from titan_train.optim.build import check_restored
 from titan_train.optim.newton_schulz import Rule, flops, orthogonalize, update_of
 from titan_train.optim.ownership import Box, Stack, plan_ownership
+from titan_train.optim.update import can_update, update
 from torch import nn
 
 
@@ -52,6 +53,37 @@ def test_muon_is_that_of_torch(scale, theirs, nesterov):
     )
     for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
         assert float((a - b).detach().abs().max()) <= (0.0 if a.ndim == 2 else 1e-6)  # AdamW: another kernel
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_cautious_decay_shrinks_what_the_update_shrinks_alone(name):
+    """arXiv:2510.12402: with the update u, w - lr (u + decay * [u w >= 0] w)."""
+    models = {decay: make() for decay in (0.0, 0.5)}
+    optimizers = {
+        decay: build_optimizer(model, OptimizerConfig(name=name, lr=1e-2, cautious=True, weight_decay=decay))
+        for decay, model in models.items()
+    }
+    for step in range(4):
+        before = [p.detach().clone() for p in models[0.5].parameters()]
+        models[0.0].load_state_dict(models[0.5].state_dict())  # the same update, without decay
+        for decay, model in models.items():
+            x = torch.randn(7, 24, generator=torch.Generator().manual_seed(step))
+            (model(x).square() * torch.arange(16)).sum().backward()
+            if step and name == "adamw":  # as the trainer makes it, once there is state
+                assert can_update(optimizers[decay], torch.device("cpu"))
+                kept = [p.detach().clone() for p in model.parameters()]
+                update(optimizers[decay], torch.ones(()))
+                assert all(map(torch.equal, kept, model.parameters()))
+                update(optimizers[decay], torch.zeros(()))
+            else:
+                optimizers[decay].step()
+            optimizers[decay].zero_grad()
+        for w, plain, found in zip(before, models[0.0].parameters(), models[0.5].parameters(), strict=True):
+            mask = (w - plain) * w >= 0 if w.ndim == 2 else torch.zeros(())
+            assert float((found - (plain - 1e-2 * 0.5 * mask * w)).detach().abs().max()) < 1e-6
+            assert w.ndim != 2 or 0.1 < float(mask.float().mean()) < 0.9
+    with pytest.raises(ValueError, match=r"optimizer.cautious with optimizer.name='sgd'"):
+        OptimizerConfig(name="sgd", cautious=True)
 
 
 @pytest.mark.parametrize("scale", ["moonlight", "original"])

@@ -11,7 +11,12 @@ from titan_train.train import Trainer
 
 MUON = {"name": "muon", "lr": 1e-3, "muon": {"dtype": "fp32"}}
 NORMUON = {"name": "muon", "lr": 1e-3, "muon": {"dtype": "fp32", "normuon": True, "coefficients": "polar_express"}}
-BY_HEAD = {"name": "muon", "lr": 1e-3, "muon": {"dtype": "fp32", "normuon": True, "heads": {r"w[qk]\.": 4}}}
+BY_HEAD = {
+    "name": "muon",
+    "lr": 1e-3,
+    "cautious": True,
+    "muon": {"dtype": "fp32", "normuon": True, "heads": {r"w[qk]\.": 4}},
+}
 
 
 def train(folder, name, sections, steps=5):

@@ -84,6 +84,9 @@ class OptimizerConfig:
     """Weight decay of matrices, embeddings too. Norms, biases, other vectors and A_log have none, unless weight_decays says
     so."""
 
+    cautious: bool = False
+    """Decay only those elements of a weight that the update moves towards zero anyway (adamw and muon)."""
+
     lr_scales: dict[str, Annotated[float, Range(0)]] = field(default_factory=dict)
     """Multipliers of lr by pattern, such as {"tok_embeddings" = 0.5}: regular expressions searched in the full name of
     a parameter, the first that is found counts. A pattern found in no name is an error, and so is one that may not end. A
@@ -112,6 +115,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_values("optimizer", self)
+        if self.cautious and self.name == "sgd":
+            raise ValueError(
+                "optimizer.cautious with optimizer.name='sgd', which adds weight decay to the gradient: it has no decay of its "
+                "own that could be left out. Set cautious=false, or name='adamw'."
+            )
         for table in ("lr_scales", "weight_decays", "frozen_steps"):
             check_patterns(f"optimizer.{table}", getattr(self, table))
 

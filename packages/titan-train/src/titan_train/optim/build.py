@@ -75,7 +75,7 @@ def build_optimizer(
     fused = True if config.fused == "auto" and takes else None
     if config.name == "sgd":
         return torch.optim.SGD(param_groups, lr=config.lr, momentum=config.beta1, fused=fused)
-    if config.name == "muon":
+    if config.name == "muon" or config.cautious:
         return _muon(groups, param_groups, config, names, cuts or {}, group, device, fused)
     return torch.optim.AdamW(
         param_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
@@ -95,7 +95,12 @@ def _muon(
     muon = config.muon
     matrices: list[MuonMatrix] = []
     for found, settings in zip(groups, param_groups, strict=True):
-        settings |= {"kind": found.kind, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        settings |= {
+            "kind": found.kind,
+            "betas": (config.beta1, config.beta2),
+            "eps": config.eps,
+            "cautious": config.cautious,
+        }
         if found.kind == "adamw":
             continue
         settings["lr"] *= muon.lr_scale

@@ -30,7 +30,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         param_groups: Each with ``kind``, "muon" or "adamw", and what AdamW needs: ``lr``, ``weight_decay``, ``betas``, ``eps``.
-            Weight decay is decoupled: a weight shrinks by ``lr * weight_decay``.
+            Weight decay is decoupled: a weight shrinks by ``lr * weight_decay``. With ``cautious`` only where the update has
+            the weight's sign.
         matrices: Every parameter of the groups of kind "muon", in the same order on every rank of ``group``.
         rule: How an update is computed from a momentum.
         momentum: Decay of the gradient's running mean.
@@ -87,6 +88,11 @@ class Muon(torch.optim.Optimizer):
         if self._matrices:
             self._update_matrices([settings[matrix.parameter] for matrix in self._matrices])
         return loss
+
+    @property
+    def is_elementwise(self) -> bool:
+        """No matrices: `titan_train.optim.update.update` makes the step, which need not wait for the device."""
+        return not self._matrices
 
     def plan(self) -> OwnershipPlan:
         """Who owns which matrix. Collective over the group the first time."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from titan_train.optim.newton_schulz import Rule, update_of, update_scale
 from titan_train.optim.ownership import Box, MatrixPiece, OwnedUnit, Stack
-from titan_train.optim.update import local_tensor
+from titan_train.optim.update import decay_towards, local_tensor
 
 _ALIGNED = 16
 """Bytes that each part of a message begins at a multiple of."""
@@ -71,7 +71,8 @@ class MuonStep:
             if matrix.parameter.grad is not None:
                 grad = stacked(matrix.parameter.grad)
                 mean.lerp_(grad, 1 - momentum)
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                if not group.get("cautious", False):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
                 self._sources.append(grad.lerp_(mean, momentum) if nesterov else mean)
             else:
                 self._sources.append(mean)
@@ -117,8 +118,10 @@ class MuonStep:
         """Move this rank's part of a weight, and keep its row means."""
         where = self._where(unit.matrix, box)
         weight, stack = self._weights[unit.matrix][where], self._matrices[unit.matrix].stack
-        lr = self._settings[unit.matrix]["lr"]
-        update = update.to(weight.device)
+        settings = self._settings[unit.matrix]
+        lr, update = settings["lr"], update.to(weight.device)
+        if settings.get("cautious", False):
+            decay_towards(weight, update, lr * settings["weight_decay"])
         for first, last, scale in _scales(stack, self._rule, box.row, box.row + box.rows):
             weight[:, first:last].add_(update[:, first:last], alpha=-lr * scale)
         kept = self._row_means[unit.matrix]

@@ -23,7 +23,7 @@ from torch.optim.adamw import AdamW, adamw
 
 def can_update(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Whether `update` can make the next step of ``optimizer``, with its gradients as they are now."""
-    if type(optimizer) is not AdamW:
+    if type(optimizer) is not AdamW and not getattr(optimizer, "is_elementwise", False):
         return False
     for group in optimizer.param_groups:
         if not group["fused"] or group["amsgrad"]:
@@ -62,10 +62,19 @@ def update_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], not
         return
     states: list[dict[str, Any]] = [optimizer.state[p] for p in trained]
     beta1, beta2 = group["betas"]
+    weights, gradients = [local_tensor(p) for p in trained], [local_tensor(p.grad) for p in trained]
+    means = [local_tensor(state["exp_avg"]) for state in states]
+    cautious = group.get("cautious", False) and group["weight_decay"] > 0
+    if cautious:
+        rate = group["lr"] * group["weight_decay"]
+        for weight, gradient, mean in zip(weights, gradients, means, strict=True):
+            decay_towards(
+                weight, mean.lerp(gradient, 1 - beta1), rate if not_finite is None else rate * (1 - not_finite)
+            )
     adamw(
-        [local_tensor(p) for p in trained],
-        [local_tensor(p.grad) for p in trained],
-        [local_tensor(state["exp_avg"]) for state in states],
+        weights,
+        gradients,
+        means,
         [local_tensor(state["exp_avg_sq"]) for state in states],
         [],
         [local_tensor(state["step"]) for state in states],
@@ -75,10 +84,21 @@ def update_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], not
         beta1=beta1,
         beta2=beta2,
         lr=group["lr"],
-        weight_decay=group["weight_decay"],
+        weight_decay=0.0 if cautious else group["weight_decay"],
         eps=group["eps"],
         maximize=group["maximize"],
     )
+
+
+def decay_towards(weight: Tensor, update: Tensor, rate: float | Tensor) -> None:
+    """Cautious weight decay (arXiv:2510.12402): decay the elements whose update, which is subtracted, has their sign.
+
+    Args:
+        weight: Before the update; changed in place.
+        update: Of the same shape; only its signs count.
+        rate: Learning rate times weight decay; a scalar on the same device where the host does not know it.
+    """
+    weight.mul_(1 - rate * (update * weight >= 0))  # NaN: no decay
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
