@@ -4,8 +4,9 @@ import re
 
 from titan_train.config import parse_config
 from titan_train.observe import JsonlTracker, RunInfo, StepRecord, read_run_info
+from titan_train.observe.run_info import settings_spans
 from titan_train.report import build_report, compare_runs, summarize
-from titan_train.run_folder import read_config, settings_spans, stage, take_effect
+from titan_train.run_folder import read_config, stage, take_effect
 
 
 def configure(**optimizer):

@@ -8,6 +8,10 @@ the file: `titan-train run quickstart --train.steps 20 --devices 2`.
 --launcher local|machines|ray   where ranks run; short for --launch.launcher
 --ray.address HOST:PORT|auto    a Ray cluster; short for --launch.ray.address
 --faults "kill rank=1 step=20"  faults to inject; short for --launch.faults
+--from RUN[@STEP|@best]         branch from a step of another run; short for --checkpoint.start-from
+
+A branch takes weights, optimizer and position in the data into a folder of its own: `titan-train run runs/a/config.toml
+--run.name b --from runs/a@1000`; with `--decay 10%` what follows is one decay of the learning rate.
 
 Running the same configuration again resumes it from its last finished checkpoint. SIGTERM or Ctrl-C saves and stops;
 SIGUSR1 saves and continues. After a lost or hanging rank the run restarts, up to launch.max_restarts times.
@@ -23,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_train.cli.branch import add_start_options, read_start, written_out
 from titan_train.cli.parser import CommandParser
 from titan_train.config import Config
 from titan_train.launch.job import Attempt, Launcher
@@ -31,8 +36,9 @@ from titan_train.launch.rank.environment import check_environment, check_meeting
 from titan_train.launch.rank.failure import clear_failures, first_failure
 from titan_train.launch.rank.info import count_gpus, device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
 from titan_train.observe import RunInfo, check_trackers, read_run_info
+from titan_train.observe.run_info import stopped_early
 from titan_train.parallel.layout.degrees import check_placement
-from titan_train.parallel.layout.run import RunPlan, fit_warmup, plan_run
+from titan_train.parallel.layout.run import RunPlan, plan_run
 from titan_train.run_folder import (
     TAKEN_OVER,
     Lease,
@@ -43,36 +49,45 @@ from titan_train.run_folder import (
     newest_checkpoint,
     run_folder,
     stage,
+    stage_rewind,
+    staged_folder,
+    staged_rewind,
 )
 from titan_train.task import Task, load_task, task_name
+from titan_train.train.best import check_measured
 from titan_train.trust import CodeRecord, admit_own_code, remember_code
 
 if TYPE_CHECKING:
     from titan_train.launch.supervise.supervisor import Before
 
 _KEPT = "--kept"  # see `titan_train.launch.place.ray.driver`, which writes it before the configuration
-_SHORT = {
-    "--devices": "--launch.nproc",
-    "--launcher": "--launch.launcher",
-    "--faults": "--launch.faults",
-    "--ray.": "--launch.ray.",
-}
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
     """Run the command."""
-    parser.usage = "titan-train run CONFIG [--launcher local|machines|ray] [--section.key value ...]"
+    parser.usage = "titan-train run CONFIG [--launcher local|machines|ray] [--from RUN@STEP] [--section.key value ...]"
     parser.add_config()
     parser.add_code()
+    add_start_options(parser)
     kept = words[1] if words[:1] == [_KEPT] else ""
     if kept:  # until the supervisor listens: a stop is an end, not a crash that the actor starts again
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     arguments, settings = parser.parse_with_settings(words[2:] if kept else words, written_out)
-    config, note = fit_warmup(parser.read_config(arguments.config, settings))
+    config, note = read_start(parser, arguments, settings)
     if note:
         print(f"note     {note}")
     source = admit_own_code(run_folder(config), config.model.name, arguments.code)
-    return _be_a_torchrun_worker(config, source) if under_torchrun() else _run_here(config, source, kept)
+    if under_torchrun():
+        _refuse_rewind(arguments.resume_step, "a torchrun of yours")
+        return _be_a_torchrun_worker(config, source)
+    return _run_here(config, source, kept, arguments.resume_step)
+
+
+def _refuse_rewind(step: int | None, where: str) -> None:
+    if step is not None:
+        raise ValueError(
+            f"--resume-step under {where} could go back more than once. Branch instead: --from RUN@{step}."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +102,8 @@ class _Run:
     per_node: int
     """Ranks of one machine."""
     world_size: int
+    resume_step: int | None = None
+    """A step to go back to."""
 
 
 def check_start(config: Config, world_size: int) -> RunPlan:
@@ -105,18 +122,20 @@ def check_start(config: Config, world_size: int) -> RunPlan:
             f"launch.min_ranks={config.launch.min_ranks} is more than the {world_size} ranks of this run. The nearest valid "
             f"choice is {world_size}."
         )
+    check_measured(config)
     check_trackers(config.metrics)
     check_run_folder(run_folder(config))
     return plan
 
 
-def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
+def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_step: int | None = None) -> int:
     """Start the ranks, supervise them, write the report.
 
     Args:
         config: What to run.
         source: Code of the user's that it names.
         kept: ``first`` or ``again`` if an actor of a Ray cluster keeps this process.
+        resume_step: A step to go back to; None goes on from the newest.
     """
     per_node = ranks_per_node(config.launch, config.parallel.num_ranks)
     if config.launch.launcher != "ray" and device_type(config.launch) == "cuda":
@@ -127,15 +146,19 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
     if config.launch.launcher == "machines" and config.launch.node_rank > 0:
         return _follow(config, per_node)
     done = newest_checkpoint(run_dir)
-    if done is not None and done >= config.train.steps and config.checkpoint.resume == "auto":
+    early = done is not None and stopped_early(run_dir, config.validation.patience) == done
+    over = done is not None and (early or done >= config.train.steps)
+    if over and config.checkpoint.resume == "auto" and resume_step is None:
+        more = "--validation.patience (0 disables it)" if early else "--train.steps"
         print(
-            f"{run_dir} is complete: step {done} of {config.train.steps} is saved. "
-            "For more, raise --train.steps; for a new run, set --run.name."
+            f"{run_dir} is complete: step {done} of {config.train.steps} is saved{', where it stopped early' if early else ''}. "
+            f"For more, raise {more}; for a new run, set --run.name."
         )
         _print_next(config, run_dir)
         return 0
 
     if config.launch.launcher == "ray" and config.launch.ray.on_cluster and not kept:
+        _refuse_rewind(resume_step, "a Ray cluster")
         from titan_train.launch.place.ray.driver import run_under_driver
 
         return run_under_driver(config, run_dir, source.paths if source is not None else ())
@@ -144,7 +167,7 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "") -> int:
             print(f"note     {note}")
     launcher = _launcher(config, per_node, run_dir if kept else None)
     try:
-        run = _Run(config, run_dir, load_task(config), source, per_node, world_size)
+        run = _Run(config, run_dir, load_task(config), source, per_node, world_size, resume_step)
         adopted = launcher.adopt(run_dir) if kept == "again" else None
         if adopted is None:
             run.task.check_inputs(config)
@@ -191,7 +214,8 @@ def _supervise(run: _Run, lease: Lease, launcher: Launcher, before: "Before") ->
 
     def record(attempt: Attempt) -> None:
         lease.attempt(attempt.number)
-        infos.append(_stage(run, launcher.device, attempt.world_size))
+        back = run.resume_step if not infos or staged_rewind(staged_folder(run_dir)) is not None else None
+        infos.append(_stage(run, launcher.device, attempt.world_size, back))
 
     run.task.prepare(config)
     for change in changes(config, run_dir):
@@ -221,10 +245,12 @@ def _supervise(run: _Run, lease: Lease, launcher: Launcher, before: "Before") ->
     return code
 
 
-def _stage(run: _Run, device: str, world_size: int) -> RunInfo:
-    """What an attempt writes to the run's folder once its ranks have restored."""
+def _stage(run: _Run, device: str, world_size: int, back: int | None = None) -> RunInfo:
+    """What an attempt writes to the run's folder once its ranks have restored; ``back`` is the step that it goes back to."""
     staged = stage(run.config, run.run_dir)
-    step = newest_checkpoint(run.run_dir) or 0
+    step = back or newest_checkpoint(run.run_dir) or 0
+    if back is not None:
+        stage_rewind(staged, back)
     extra: dict[str, Any] = {} if run.source is None else {"code": asdict(run.source)}
     return RunInfo(run.run_dir, device=device, world_size=world_size, resume_step=step, staged=staged, **extra)
 
@@ -253,14 +279,6 @@ def _launcher(config: Config, per_node: int, outlives: Path | None) -> Launcher:
     from titan_train.launch.place.here import LocalLauncher
 
     return LocalLauncher(per_node, device_type(launch))
-
-
-def written_out(word: str) -> str:
-    """A short option as the setting it stands for."""
-    for short, whole in _SHORT.items():
-        if word == short or word.startswith(f"{short}=") or (short.endswith(".") and word.startswith(short)):
-            return whole + word.removeprefix(short)
-    return word
 
 
 def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
@@ -292,7 +310,7 @@ def _finish(run: _Run, info: RunInfo, code: int, attempts_before: int) -> int:
     """
     config, run_dir = run.config, run.run_dir
     step = newest_checkpoint(run_dir) or 0
-    completed = code == 0 and step >= config.train.steps
+    completed = code == 0 and (step >= config.train.steps or stopped_early(run_dir, config.validation.patience) == step)
     failure = first_failure(run_dir) if code else None
     info.finish(
         "finished" if completed else "stopped" if code == 0 else "failed",

@@ -7,8 +7,8 @@ Every other setting is passed on to the run. Submitting the same file again cont
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan_train.cli.branch import written_out
 from titan_train.cli.parser import CommandParser, integer
-from titan_train.cli.run import written_out
 from titan_train.launch.place.slurm import SlurmJob, sbatch_text
 from titan_train.parallel.layout.run import plan_run
 

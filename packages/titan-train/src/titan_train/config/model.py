@@ -43,11 +43,12 @@ class ModelConfig:
 
     init: str = ""
     """Where the first weights come from: "hf:DIR" reads a Hugging Face folder of the same family, under any layout. Its
-    config.json sets every argument that you do not set, and its tokenizer is used unless you name one. Empty draws weights
-    from the seed. A run that resumes takes its checkpoint's."""
+    config.json sets every argument that you do not set, and its tokenizer is used unless you name one. "run:DIR", "run:DIR@STEP"
+    and "run:DIR@best" take the weights of another run in the same way, and none of its optimizer and data position. Empty draws
+    weights from the seed. A run that resumes takes its checkpoint's."""
 
     init_changes: tuple[str, ...] = ()
-    """Arguments that may differ from those of model.init's config.json, such as ["rope_theta"] for longer sequences, or
+    """Arguments that may differ from those of model.init's folder, such as ["rope_theta"] for longer sequences, or
     ["vocab_size"] for new tokens, whose rows then start as the mean of the old ones; ["tokenizer"] allows other token
     ids than the folder's."""
 
@@ -78,8 +79,10 @@ class ModelConfig:
                 f"model.name={self.name!r} is not a known model. {did_you_mean(self.name, known)}Known models are "
                 f"{', '.join(known)}. Name your own module as 'package.module:callable'."
             )
-        if self.init and not (self.init.startswith("hf:") and self.init != "hf:"):
-            raise ValueError(f"model.init={self.init!r} is not a source of weights. Write 'hf:DIR', or leave it empty.")
+        if self.init and not (self.init.startswith(("hf:", "run:")) and self.init not in ("hf:", "run:")):
+            raise ValueError(
+                f"model.init={self.init!r} is not a source of weights. Write 'hf:DIR' or 'run:DIR@STEP', or leave it empty."
+            )
         if (self.parametrization == "mup") != bool(self.base_dim) or (self.base_layers and not self.base_dim):
             raise ValueError(
                 f"model.parametrization={self.parametrization!r}, model.base_dim={self.base_dim} and "

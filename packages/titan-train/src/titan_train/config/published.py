@@ -1,8 +1,9 @@
-"""Settings that a published model decides: ``model.init = "hf:DIR"`` fills in what the user did not set.
+"""Settings that the first weights decide: ``model.init = "hf:DIR"`` and ``"run:DIR"`` fill in what the user did not set.
 
 Names and shapes of weights say little about what a model computes with them, and ids mean nothing without their tokenizer.
-So the folder's ``config.json`` decides the model's arguments, and its tokenizer the ids. What the user set stays as it is;
-where it contradicts the folder, `titan_train.train.warm_start` and `titan_train.train.published_tokenizer` refuse it.
+So the folder's ``config.json``, or the run's ``config.toml``, decides the model's arguments, and its tokenizer the ids. What the
+user set stays as it is; where it contradicts the folder, `titan_train.train.warm_start` and
+`titan_train.train.published_tokenizer` refuse it.
 
 A run that resumes after its folder has gone takes both from what it was started with. No torch is imported.
 """
@@ -16,6 +17,8 @@ from titan_train.models.family import Family
 from titan_train.models.hf.folder import PREFIX, folder_of, read_published
 from titan_train.models.registry import families, find_model, list_models
 
+RUN = "run:"
+"""Begins a ``model.init`` that is another run of this program."""
 TOKENIZER = "tokenizer"
 """In ``model.init_changes``: the ids may be those of another tokenizer."""
 
@@ -31,7 +34,11 @@ def with_published(tree: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """
     model, tokenizer = _table(tree, "model"), _table(tree, "tokenizer")
     init = None if model is None else model.get("init")
-    if model is None or tokenizer is None or not isinstance(init, str) or not init.startswith(PREFIX) or init == PREFIX:
+    if model is None or tokenizer is None or not isinstance(init, str) or not init.startswith((PREFIX, RUN)):
+        return tree, ""
+    if init.startswith(RUN):
+        return _from_run(tree, model, tokenizer, init)
+    if init == PREFIX:
         return tree, ""
     if not (folder_of(init) / "config.json").is_file():
         return _as_started(tree, model, tokenizer, init)
@@ -42,6 +49,15 @@ def with_published(tree: dict[str, Any]) -> tuple[dict[str, Any], str]:
     taken = _arguments(model, published, init)
     kind = {} if TOKENIZER in _strings(model.get("init_changes")) else _tokenizer(tokenizer, folder_of(init))
     return _merged(tree, taken, kind), _line(init, taken, kind)
+
+
+def split_start(start: str) -> tuple[Path, str]:
+    """Folder and step of ``DIR``, ``DIR@STEP`` or ``DIR@best``, with or without ``run:`` before it; the step may be empty."""
+    start = start.removeprefix(RUN)
+    folder, _, step = start.rpartition("@")
+    if not folder or not (step == "best" or step.isdecimal()) or Path(start).expanduser().is_dir():
+        folder, step = start, ""
+    return Path(folder).expanduser(), step
 
 
 def published_tokenizer(folder: Path) -> dict[str, str]:
@@ -60,6 +76,30 @@ def published_tokenizer(folder: Path) -> dict[str, str]:
             return {}
         return {"kind": kind, "path": str(folder / MODEL_NAME)}
     return {}
+
+
+def _from_run(
+    tree: dict[str, Any], model: Mapping[str, Any], tokenizer: Mapping[str, Any], init: str
+) -> tuple[dict[str, Any], str]:
+    """What of a run's ``config.toml`` is taken: the model's name and arguments, and the tokenizer in its folder."""
+    folder, _ = split_start(init)
+    try:
+        started = read_toml(folder / "config.toml")
+        theirs, ids = dict(started["model"]), dict(started["tokenizer"])
+        args, given = dict(theirs["args"]), dict(model.get("args", {}))
+    except (OSError, ValueError, KeyError, TypeError):
+        return _as_started(tree, model, tokenizer, init)  # a new run is refused when the other is looked for, by name
+    changes = _strings(model.get("init_changes"))
+    taken: dict[str, Any] = {}
+    if model.get("name") in (None, theirs.get("name")):
+        taken = {"args": {key: value for key, value in args.items() if key not in given and key not in changes}}
+        if "name" not in model:
+            taken["name"] = theirs.get("name")
+    saved, kind = folder / TOKENIZER, {}
+    free = not tokenizer.get("path") and tokenizer.get("kind", "sentencepiece") == "sentencepiece"
+    if saved.is_dir() and free and TOKENIZER not in changes:
+        kind = {"kind": str(ids.get("kind", ""))} | ({} if ids.get("kind") == "bytes" else {"path": str(saved)})
+    return _merged(tree, taken, kind), _line(init, taken, kind)
 
 
 def _arguments(model: Mapping[str, Any], published: Mapping[str, Any], init: str) -> dict[str, Any]:
@@ -113,7 +153,7 @@ def _as_started(
         before, ids = dict(started["model"]), dict(started["tokenizer"])
     except (OSError, ValueError, KeyError, TypeError):
         return tree, ""
-    if before.get("init") != init:
+    if split_start(str(before.get("init")))[0] != split_start(init)[0]:
         return tree, ""
     taken = {"name": before["name"], "args": before["args"]} if model.get("name") in (None, before["name"]) else {}
     kind = {"kind": ids["kind"], "path": ids["path"]} if not tokenizer.get("path") else {}

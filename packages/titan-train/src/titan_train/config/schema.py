@@ -137,6 +137,9 @@ class ValidationConfig:
     prompts: tuple[str, ...] = ()
     """Texts that the model continues after each validation, for the report; none takes the beginnings of two held-out samples."""
 
+    patience: CountOrOff = 0
+    """Stop the run early after this many validations in a row without a new lowest loss; 0 disables."""
+
     sample_tokens: Annotated[int, Range(0, note="0 samples no text")] = 32
     """Tokens added to each prompt, each a forward of the whole model; 0 disables. Not under cp or pp."""
 
@@ -161,6 +164,13 @@ class CheckpointConfig:
 
     keep_every: CountOrOff = 0
     """Keep every checkpoint whose step is a multiple of this; 0 disables."""
+
+    keep_best: bool = False
+    """Save after each validation with the lowest loss so far, and keep the best checkpoint of all; @best names it."""
+
+    start_from: str = ""
+    """Branch from another run: "DIR", "DIR@STEP" or "DIR@best". Weights, optimizer, schedule and data position of that step
+    continue in this run's own folder; run --from is short for it. Once this run has a checkpoint, that counts."""
 
     async_save: bool = False
     """Write checkpoints in a separate process, which finishes even if training is killed. Training continues

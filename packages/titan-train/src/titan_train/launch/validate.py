@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from titan_train.config import Config, parse_config
+from titan_train.config.published import RUN
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,9 +44,10 @@ def validate(config: Config, world_size: int) -> "nn.Module":
     check_model(config, plan.layout, plan.batch, model, task)
     if config.model.init and newest_checkpoint(run_folder(config)) is None:
         from titan_train.train.published_tokenizer import check_tokenizer
-        from titan_train.train.warm_start import check_init
+        from titan_train.train.warm_start import check_init, check_run_init
 
-        check_init(config.model.init, model, config.model)
+        check = check_run_init if config.model.init.startswith(RUN) else check_init
+        check(config.model.init, model, config.model)
         check_tokenizer(config)
     return model
 

@@ -11,14 +11,16 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from titan_train.files import parse_json, read_text, write_atomic
 
 FILE_NAME = "run.json"
+Span = tuple[int, dict[str, Any]]
+"""The step after which settings hold, and their values by dotted name."""
 Status = Literal["finished", "stopped", "failed"]
 _DISTRIBUTIONS = ("titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "titan-ckpt", "torch", "numpy")
 
@@ -128,6 +130,48 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+
+def settings_spans(info: Mapping[str, Any]) -> list[Span]:
+    """What ``run.json`` says of the settings, in step order; empty for a run of an older version."""
+    found: list[Span] = []
+    entries = info.get("settings")
+    for entry in cast("list[Any]", entries) if isinstance(entries, list) else []:
+        match entry:
+            case {"after_step": int(step), "values": dict(values)}:
+                found.append((step, cast("dict[str, Any]", values)))
+            case _:
+                continue
+    return sorted(found, key=lambda span: span[0])
+
+
+def parent_of(info: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The run that a run branched from, and at which step; None if it did not."""
+    match info.get("parent"):
+        case {"run": str(run), "step": int(step)}:
+            return run, step
+        case _:
+            return None
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Settings with other values: ``[before, now]`` by dotted name; None is the default."""
+    keys = sorted({*before, *now})
+    return {key: [before.get(key), now.get(key)] for key in keys if before.get(key) != now.get(key)}
+
+
+def record_early_stop(run_dir: Path, step: int, patience: int) -> None:
+    """Record that a run ended at ``step`` because ``validation.patience`` had run out. In rank 0."""
+    add_run_info(run_dir, early_stop={"step": step, "patience": patience})
+
+
+def stopped_early(run_dir: Path, patience: int) -> int | None:
+    """The step at which a run stopped early; None if it did not, or ``patience`` allows more validations now."""
+    match read_run_info(run_dir).get("early_stop"):
+        case {"step": int(step), "patience": int(had)} if 0 < patience <= had:
+            return step
+        case _:
+            return None
 
 
 def _write(run_dir: Path, info: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from titan_train.config import Config
 from titan_train.config.load import flat_values
 from titan_train.observe import EventRecord
+from titan_train.observe.run_info import parent_of, settings_spans
 from titan_train.report.folder import RunFolder
-from titan_train.run_folder import parent_of, settings_spans
 
 CHANGED = "settings_changed"
 """The event of an attempt that changed settings."""

@@ -10,7 +10,7 @@ from titan_train.report.folder import RunFolder
 _JOURNAL = "attempts.jsonl"
 # Kinds of events that report a fault
 _FAULTY = re.compile(
-    r"nonfinite|fault|straggler|slow|imbalance|unbalanced|spike|rerun|verdict|hang|passed_over|failed|lost|retry|oom"
+    r"nonfinite|fault|straggler|slow|imbalance|unbalanced|spike|rerun|verdict|(?<!c)hang|passed_over|failed|lost|retry|oom"
 )
 _MOST = 100
 

@@ -14,11 +14,12 @@
               report.html     the run on one page
               lease.json      the process that runs it now
               staged/         an attempt whose ranks have not restored yet
+              set_aside/      checkpoints after a step that the run was made to go back to
 
 `contents` reads the folder and brings it to the disk. `place` checks whether a run can use it. `lease` makes sure that one run
 at a time writes to it. `staging` holds back the configuration and the run information of an attempt until all its ranks have
 restored: a refusal before that leaves the folder as it was. `record` lets the attempt take effect, and keeps which settings each
-step was made with.
+step was made with. `starts` finds the step of another run that a run begins with, and `rewind` goes back in the same folder.
 
 No torch: the command line and the report use it.
 """
@@ -40,30 +41,35 @@ if TYPE_CHECKING:
     )
     from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, run_status
     from titan_train.run_folder.place import check_run_folder, check_writable
-    from titan_train.run_folder.record import differing, parent_of, settings_spans, take_effect
+    from titan_train.run_folder.record import take_effect
+    from titan_train.run_folder.rewind import check_rewind, stage_rewind, staged_rewind
     from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
+    from titan_train.run_folder.starts import BEST, find_start, resolve_starts
 
 __all__ = [
+    "BEST",
     "TAKEN_OVER",
     "Lease",
     "LeaseLostError",
     "changes",
+    "check_rewind",
     "check_run_folder",
     "check_writable",
     "checkpoint_folders",
     "commit",
-    "differing",
     "discard",
+    "find_start",
     "keep_model",
     "newest_checkpoint",
-    "parent_of",
     "pipeline_file",
     "read_config",
+    "resolve_starts",
     "run_folder",
     "run_status",
-    "settings_spans",
     "stage",
+    "stage_rewind",
     "staged_folder",
+    "staged_rewind",
     "sync_run_folder",
     "take_effect",
     "with_kept_model",

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 _FOLDERS = (
-    "checkpoints", "failures", "faults", "hangs", "logs", "model", "samples", "staged", "tensorboard", "tokenizer", "traces",
+    "checkpoints", "failures", "faults", "hangs", "logs", "model", "samples", "set_aside", "staged", "tensorboard",
+    "tokenizer", "traces",
 )  # fmt: skip
 _FILES = (
     "attempts.jsonl", "config.toml", "layout.txt", "lease.json", "metrics.blocks.jsonl", "metrics.jsonl", "metrics.prom",

@@ -9,48 +9,16 @@ A resume may change settings, and a branch begins with another run's steps. ``ru
 of the attempt that made them last, so its entry replaces those after its first step.
 """
 
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from titan_train.config import Config
 from titan_train.config.load import values_set
 from titan_train.files import write_atomic
-from titan_train.observe.run_info import add_run_info, read_run_info
+from titan_train.observe.run_info import Span, add_run_info, differing, parent_of, read_run_info, settings_spans
 from titan_train.run_folder.contents import read_config
 from titan_train.run_folder.staging import commit
-
-Span = tuple[int, dict[str, Any]]
-"""The step after which settings hold, and their values by dotted name."""
-
-
-def settings_spans(info: Mapping[str, Any]) -> list[Span]:
-    """What ``run.json`` says of the settings, in step order; empty for a run of an older version."""
-    found: list[Span] = []
-    entries = info.get("settings")
-    for entry in cast("list[Any]", entries) if isinstance(entries, list) else []:
-        match entry:
-            case {"after_step": int(step), "values": dict(values)}:
-                found.append((step, cast("dict[str, Any]", values)))
-            case _:
-                continue
-    return sorted(found, key=lambda span: span[0])
-
-
-def parent_of(info: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The run that a run branched from, and at which step; None if it did not."""
-    match info.get("parent"):
-        case {"run": str(run), "step": int(step)}:
-            return run, step
-        case _:
-            return None
-
-
-def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Settings with other values: ``[before, now]`` by dotted name; None is the default."""
-    keys = sorted({*before, *now})
-    return {key: [before.get(key), now.get(key)] for key in keys if before.get(key) != now.get(key)}
 
 
 def take_effect(

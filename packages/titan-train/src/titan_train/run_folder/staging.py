@@ -13,6 +13,7 @@ from typing import Any
 
 from titan_train.config import Config, dump_config
 from titan_train.files import read_toml, write_atomic
+from titan_train.run_folder.rewind import set_aside
 
 _CONFIG = "config.toml"
 
@@ -50,6 +51,7 @@ def commit(run_dir: Path, config: Config) -> None:
         config: Written where nothing is staged: a `Trainer` that no launcher started.
     """
     staged = staged_folder(run_dir)
+    set_aside(run_dir, staged)
     if not (staged / _CONFIG).exists():
         write_atomic(run_dir / _CONFIG, dump_config(config))
         return

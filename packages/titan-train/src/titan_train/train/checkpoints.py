@@ -11,6 +11,7 @@ import titan_fsdp as fsdp
 from titan_ckpt import Checkpointer, LocalShard, NoIntactStepError, TrainState
 from torch import nn
 
+from titan_train.config.published import RUN
 from titan_train.data.loader.iterated import Loader
 from titan_train.exchange import gather_values
 from titan_train.models import build_model, named_parameters
@@ -19,18 +20,21 @@ from titan_train.optim.average import ema_in_place, mean_over_checkpoints, older
 from titan_train.optim.spikes import Spikes
 from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.tied import tied_to_first
-from titan_train.run_folder import sync_run_folder
+from titan_train.run_folder import BEST, find_start, staged_folder, staged_rewind, sync_run_folder
 from titan_train.task import TaskInputs
+from titan_train.train.best import BestValidation
 from titan_train.train.observer import ObservedRun
 
 log = logging.getLogger(__name__)
 
-_COMPRESSION = "compression"
-_SPIKES = "gradient_norms"
+_COMPRESSION, _SPIKES, _BEST = "compression", "gradient_norms", "best_validation"
 
 
 class Checkpoints:
     """Saves and restores what a run on this rank consists of."""
+
+    parent: tuple[str, int] | None = None
+    """The run, and the step of it, that this attempt branches from."""
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class Checkpoints:
         loader: Loader,
         inputs: TaskInputs,
         spikes: Spikes,
+        best: BestValidation,
         *,
         own_optimizer: bool = False,
     ) -> None:
@@ -46,17 +51,22 @@ class Checkpoints:
         config = run.config
         self._own_optimizer = own_optimizer
         self._run, self._scheduler, self._inputs = run, scheduler, inputs
-        self._rank_state = RankState(loader, config.checkpoint.allow_data_change, run.model.parts, spikes)
+        self._best = best
+        self._rank_state = RankState(loader, config.checkpoint.allow_data_change, run.model.parts, spikes, best)
+        keep_last = config.checkpoint.keep_last or None
         self.checkpointer = Checkpointer(
             run.run_dir / "checkpoints",
-            keep_last=config.checkpoint.keep_last or None,
+            keep_last=keep_last,
             keep_every=config.checkpoint.keep_every or None,
+            keep_best=BEST if config.checkpoint.keep_best and keep_last else None,  # 0 keeps all
             async_=config.checkpoint.async_save,
-            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
+            ranks_per_node=_ranks_per_node(),
         )
 
     def restore(self) -> int:
-        """The step resumed from, the newest that is intact on every rank; 0 for none: then published weights, if any.
+        """The step resumed from: that of `stage_rewind`, or the newest that is intact on every rank.
+
+        Where the run has none, that of ``checkpoint.start_from``; 0 without: then the weights of ``model.init``, if any.
 
         Raises:
             ValueError: There is one, and ``checkpoint.resume`` is "never"; none is intact; or it is of another optimizer.
@@ -67,8 +77,11 @@ class Checkpoints:
                 f"checkpoint.resume='never', but {self._run.run_dir} holds a checkpoint of step {found}. "
                 "Choose another run.name, or set checkpoint.resume to 'auto'."
             )
+        asked = staged_rewind(staged_folder(self._run.run_dir))
         try:
-            step = self.checkpointer.restore(self._state(), fallback=True)
+            step = self.checkpointer.restore(self._state(), asked or "latest", fallback=asked is None)
+            if not step and self._run.config.checkpoint.start_from:
+                step = self._branch(self._run.config.checkpoint.start_from)
         except NoIntactStepError as err:  # on every rank
             raise ValueError(
                 f"{err}\nThe same command cannot continue. Bring one of these folders back from a copy, or choose another "
@@ -77,18 +90,28 @@ class Checkpoints:
         if step and not self._own_optimizer:
             check_restored(self._run.optimizer, self._run.config.optimizer.name)
         if not step and self._run.config.model.init:
-            self._load_published()
+            self._load_init()
+        return step
+
+    def _branch(self, start: str) -> int:
+        """Take the whole state of another run's step."""
+        folder, step = find_start(start, "checkpoint.start_from")
+        with Checkpointer(folder / "checkpoints", ranks_per_node=_ranks_per_node()) as theirs:
+            theirs.restore(self._state(), step)
+        self._best.forget()  # their best checkpoint is not in this run's folder
+        self.parent = (str(folder), step)
         return step
 
     def prepare(self) -> None:
         """Reserve what saving needs, once the optimizer has all its state."""
         self.checkpointer.prepare(self._state())
 
-    def save(self, step: int) -> None:
-        """Save; collective."""
+    def save(self, step: int, validation_loss: float | None = None) -> None:
+        """Save; collective. ``validation_loss`` is that of this very step, if it was validated."""
         if self._run.rank == 0:
             sync_run_folder(self._run.run_dir)
-        self.checkpointer.save(step, self._state())
+        metrics = {} if validation_loss is None else {BEST: validation_loss}
+        self.checkpointer.save(step, self._state(), metrics=metrics)
 
     def rewind(self, step: int) -> int | None:
         """Restore all but the data's position from the newest checkpoint that is not after ``step``. Collective.
@@ -125,28 +148,47 @@ class Checkpoints:
         steps = self.checkpointer.steps() if self._run.rank == 0 else []
         return gather_values(steps)[0] if self._run.mesh is not None else steps
 
-    def _load_published(self) -> None:
+    def _load_init(self) -> None:
         from titan_train.train.published_tokenizer import check_tokenizer
-        from titan_train.train.warm_start import load_init
+        from titan_train.train.warm_start import check_run_init, load_init
 
         config, tokenizer = self._run.config.model, getattr(self._inputs, "tokenizer", None)
         if tokenizer is not None:
             check_tokenizer(self._run.config, tokenizer)
         whole = build_model(config, vocab_size=self._inputs.vocab_size, device="meta")
+        if config.init.startswith(RUN):
+            folder, step = check_run_init(config.init, whole, config)
+            weights = TrainState(
+                model=self._run.model.parts,
+                shards=self._shards(),
+                tied=tied_to_first(self._run.model.names),
+                rng=False,
+            )
+            with Checkpointer(folder / "checkpoints", ranks_per_node=_ranks_per_node()) as theirs:
+                theirs.restore(weights, step)
+            return
         load_init(config.init, self._run.model.parts, whole=whole, config=config, shards=_local_shards(self._run.model))
 
     def _state(self) -> TrainState:
-        tied = tied_to_first(self._run.model.names)
         return TrainState(
             model=self._run.model.parts,
-            shards={tied.get(name, name): shard for name, shard in _local_shards(self._run.model).items()},
-            tied=tied,
+            shards=self._shards(),
+            tied=tied_to_first(self._run.model.names),
             optim=self._run.optimizer,
             own_settings=True,
             sched=self._scheduler,
             data=self._rank_state,
             rng=False,  # each step is seeded
         )
+
+    def _shards(self) -> dict[str, LocalShard]:
+        """`_local_shards`, by the first names of tied weights."""
+        tied = tied_to_first(self._run.model.names)
+        return {tied.get(name, name): shard for name, shard in _local_shards(self._run.model).items()}
+
+
+def _ranks_per_node() -> int | None:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
 
 
 def _local_shards(model: ParallelModel) -> Mapping[str, LocalShard]:
@@ -159,12 +201,14 @@ def _local_shards(model: ParallelModel) -> Mapping[str, LocalShard]:
 class RankState:
     """What a rank saves besides the model's tensors.
 
-    The loader's few integers are the same on every rank, so that any number of ranks can continue from them. Under
+    The loader's few integers and the best validation are the same on every rank, so that any number of ranks can continue. Under
     ``parallel.compress="powersgd"`` each rank also saves its own errors, which continue on the same layout only.
     """
 
-    def __init__(self, loader: Loader, allow_change: bool, parts: Sequence[nn.Module], spikes: Spikes) -> None:
-        self._loader, self._spikes = loader, spikes
+    def __init__(
+        self, loader: Loader, allow_change: bool, parts: Sequence[nn.Module], spikes: Spikes, best: BestValidation
+    ) -> None:
+        self._loader, self._spikes, self._best = loader, spikes, best
         self._allow_change = allow_change
         self._hooks = [hook for part in parts if (hook := fsdp.gradient_compression(part)) is not None]
 
@@ -173,15 +217,19 @@ class RankState:
         state: dict[str, Any] = dict(self._loader.state_dict())
         if norms := self._spikes.state_dict():
             state[_SPIKES] = norms
+        if self._best.step:
+            state[_BEST] = self._best.state_dict()
         if self._hooks:
             state[_COMPRESSION] = [hook.state_dict() for hook in self._hooks]
         return state
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Continue on as many ranks."""
-        position = {key: value for key, value in state.items() if key not in (_COMPRESSION, _SPIKES)}
+        position = {key: value for key, value in state.items() if key not in (_COMPRESSION, _SPIKES, _BEST)}
         self._spikes.load_state_dict(state.get(_SPIKES, []))
         self._loader.load_state_dict(position, allow_data_change=self._allow_change)
+        if _BEST in state:
+            self._best.load_state_dict(state[_BEST])
         saved: list[dict[str, Any]] = state.get(_COMPRESSION, [])
         try:
             if len(saved) != len(self._hooks) and saved:

@@ -15,11 +15,13 @@ from collections.abc import Generator, Iterator, Sequence
 from titan_train.data.loader.iterated import Loader
 from titan_train.data.loader.source import TaskBatch
 from titan_train.observe.records import ValidationRecord
+from titan_train.observe.run_info import record_early_stop
 from titan_train.optim import Scheduler
 from titan_train.optim.average import has_ema, update_ema
 from titan_train.optim.spikes import Spikes
 from titan_train.parallel.layout.batch import BatchPlan
 from titan_train.task import TaskInputs
+from titan_train.train.best import BestValidation
 from titan_train.train.checkpoints import Checkpoints
 from titan_train.train.observer import ObservedRun, Observer, Phase, StepInfo, StepResult, is_due
 from titan_train.train.process import SaveRequests
@@ -49,6 +51,7 @@ class TrainingLoop(ObservedRun):
     _random: StepRandom
     _optimizer_step: OptimizerStep
     _checkpoints: Checkpoints
+    _best: BestValidation
     _requests: SaveRequests
     _saved_at: float
 
@@ -59,14 +62,14 @@ class TrainingLoop(ObservedRun):
     def fit(self, until: int | None = None) -> None:
         """Train up to step ``until`` (default: ``train.steps``), saving, validating and logging as configured.
 
-        Returns early, after saving, when a rank is asked to stop (SIGTERM).
+        Returns early, after saving, when a rank is asked to stop (SIGTERM), or `validation.patience` has run out.
 
         Raises:
             RuntimeError: ``train.nonfinite_limit`` steps in a row were not finite.
         """
         config, total = self.config, self.config.train.steps
         last = total if until is None else min(until, total)
-        if self.step >= last:
+        if self.step >= last or self._best.exhausted:
             return
         self._saved_at = time.monotonic()
         with contextlib.ExitStack() as around:
@@ -80,20 +83,28 @@ class TrainingLoop(ObservedRun):
                     continue
                 stop, save_asked, save_due = result.requests
                 if self._inputs.validation is not None and is_due(self.step, config.validation.every, total):
-                    self._validate()
+                    save_due |= self._validate() and config.checkpoint.keep_best
                 save_due |= self.step == total or is_due(self.step, config.checkpoint.every, total)
-                if stop or save_asked or save_due:
+                if stop or save_asked or save_due or self._best.exhausted:
                     self.save()
+                if self._best.exhausted and self.step < total:
+                    self._stop_early()
+                    break
                 if stop:
                     self.event("stopped", reason="SIGTERM")
                     self.message(f"asked to stop: saved step {self.step}; run the same command to continue")
                     break
 
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are made, or the run has stopped early."""
+        return self.step >= self.config.train.steps or self._best.exhausted
+
     def save(self) -> None:
         """Save a checkpoint of the current step. Collective: every rank calls it."""
         started = time.monotonic()
         with self._phase("checkpoint", self.step):
-            self._checkpoints.save(self.step)
+            self._checkpoints.save(self.step, self._best.loss_at(self.step))
         self._saved_at = time.monotonic()
         for observer in self.observers:
             observer.on_checkpoint(self.step, self._saved_at - started)
@@ -142,11 +153,22 @@ class TrainingLoop(ObservedRun):
             observer.on_step(info)
         return result
 
-    def _validate(self) -> None:
+    def _validate(self) -> bool:
+        """Validate; whether the loss is the lowest so far."""
         with self._phase("validation", self.step):
             record, sample = self._measure_held_out()
         for observer in self.observers:
             observer.on_validation(record, sample)
+        return self._best.take(record)
+
+    def _stop_early(self) -> None:
+        best, patience = self._best, self.config.validation.patience
+        self.event("early_stopped", best_step=best.step, best_loss=best.loss)
+        self.message(
+            f"stopped early: {patience} validations without a loss below {best.loss:.4f}, that of step {best.step}"
+        )
+        if self.rank == 0:
+            record_early_stop(self.run_dir, self.step, patience)
 
     def _leave_spike(self) -> bool:
         """After many spikes in a row: back to an older checkpoint and on with the data after them, or with them as usual.

@@ -1,7 +1,9 @@
 """Weights of a published model belong to the ids of its tokenizer: another tokenizer is refused, by what differs first."""
 
+from pathlib import Path
+
 from titan_train.config import Config
-from titan_train.config.published import TOKENIZER, published_tokenizer
+from titan_train.config.published import RUN, TOKENIZER, published_tokenizer, split_start
 from titan_train.data import build_tokenizer
 from titan_train.models.hf.folder import folder_of
 from titan_train.tokenizers import HfTokenizer, Tokenizer, load_tokenizer
@@ -22,6 +24,9 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> None:
     """
     init, given = config.model.init, config.tokenizer
     folder = folder_of(init)
+    if init.startswith(RUN):
+        _check_run(config, split_start(init)[0] / TOKENIZER, tokenizer)
+        return
     published = published_tokenizer(folder) if init and TOKENIZER not in config.model.init_changes else {}
     if not published or (given.kind, given.path) == (published["kind"], published["path"]):
         return
@@ -36,6 +41,17 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> None:
     found = difference(own, theirs, larger="vocab_size" in config.model.init_changes)
     if found:
         raise ValueError(_refusal(init, found))
+
+
+def _check_run(config: Config, saved: Path, tokenizer: Tokenizer | None) -> None:
+    """The same for another run, whose folder keeps its tokenizer. One that is still to be trained is compared by the ranks."""
+    given = config.tokenizer
+    later = tokenizer is None and given.trains_here
+    if later or not saved.is_dir() or TOKENIZER in config.model.init_changes:
+        return
+    own = build_tokenizer(given, config.data) if tokenizer is None else tokenizer
+    if found := difference(own, load_tokenizer(saved)):
+        raise ValueError(_refusal(config.model.init, found))
 
 
 def difference(own: Tokenizer, theirs: Tokenizer, *, larger: bool = False) -> str:

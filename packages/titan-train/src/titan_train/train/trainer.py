@@ -22,8 +22,9 @@ from titan_train.parallel.apply import build_parallel_model
 from titan_train.parallel.describe import describe_layout, describe_options
 from titan_train.parallel.layout.degrees import explain_mode
 from titan_train.parallel.layout.run import RunPlan, plan_run
-from titan_train.run_folder import keep_model, run_folder, take_effect, with_kept_model
+from titan_train.run_folder import keep_model, resolve_starts, run_folder, take_effect, with_kept_model
 from titan_train.task import Task, TaskInputs, load_task
+from titan_train.train.best import BestValidation, check_measured
 from titan_train.train.checkpoints import Checkpoints
 from titan_train.train.given import Batches, Loss, MakeOptimizer, build_loader, make_optimizer, with_loss
 from titan_train.train.loop import TrainingLoop
@@ -82,8 +83,8 @@ class Trainer(TrainingLoop):
             ValueError: The configuration does not fit the ranks, or the checkpoint was made with other data.
         """
         self.run_dir = Path(run_dir) if run_dir is not None else run_folder(config)
-        self._as_given = config
-        self.config = config = with_kept_model(config, self.run_dir)
+        self._as_given = resolve_starts(config, self.run_dir)
+        self.config = config = with_kept_model(self._as_given, self.run_dir)
         self.task = task or load_task(config)
         if validation_data is not None and data is None:
             raise ValueError(
@@ -151,6 +152,8 @@ class Trainer(TrainingLoop):
         )
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
         self._loader = self._make_loader(self._inputs.train, plan.batch.ramp)
+        check_measured(config, held_out=self._inputs.validation is not None)
+        self._best = BestValidation(config.validation.patience)
         if isinstance(self._loader, DataLoader):
             self._inputs.train.check_samples(plan.batch.ramp.consumed_after(config.train.steps))
         self._measure = StepMeasure(config, self.mesh, self.device, self.model.parts)
@@ -178,6 +181,7 @@ class Trainer(TrainingLoop):
             self._loader,
             self._inputs,
             self._spikes,
+            self._best,
             own_optimizer=self._make_optimizer is not None,
         )
         if world_size == 1:
@@ -200,7 +204,7 @@ class Trainer(TrainingLoop):
     def _open_run_folder(self, plan: RunPlan) -> None:
         config = self.config
         drop_outdated(self.run_dir, plan.schedule, self.step)
-        changed = take_effect(self.run_dir, self._as_given, self.step)
+        changed = take_effect(self.run_dir, self._as_given, self.step, parent=self._checkpoints.parent)
         keep_model(config, self.run_dir)
         self._inputs.keep(self.run_dir)
         layout_text = describe_layout(plan.layout, self.model, plan.schedule)
@@ -211,7 +215,8 @@ class Trainer(TrainingLoop):
             self.event("checkpoint_passed_over", passed_step=step, reason=str(damage))
         if self.step:
             self.event("checkpoint_restored")
-            self.message(f"resumed from step {self.step}")
+            parent = self._checkpoints.parent
+            self.message(f"resumed from step {self.step}" if parent is None else "branched from {}@{}".format(*parent))
         if changed:
             self.event("settings_changed", changed=changed)
         self.message(explain_mode(config.parallel, plan.layout, plan.mode, dtype=config.train.dtype))

@@ -1,8 +1,8 @@
-"""Start from published weights: ``model.init = "hf:DIR"``.
+"""Start from published weights, ``model.init = "hf:DIR"``, or from those of another run, ``"run:DIR@STEP"``.
 
 The folder's ``config.json`` must describe the model's arguments, one by one, and its tensors must be the model's, name by
 name. Then each rank reads the boxes it holds straight from the files, under any layout: its memory never holds more than
-its own parameters and one slice.
+its own parameters and one slice. A run's checkpoint is read as a resume reads it; its arguments are compared in the same way.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from titan_ckpt import KeyMap, LocalShard, import_hf
 from titan_ckpt.interop.safetensors_folder import SafetensorsReader
 from titan_ckpt.interop.translate import from_hf
 from titan_ckpt.interop.views import View, whole_box
+from titan_ckpt.load.reader import StepReader
 from titan_ckpt.state.dtypes import DTYPES
 from torch import nn
 
@@ -25,6 +26,7 @@ from titan_train.models.hf.names import unread
 from titan_train.models.registry import family_of
 from titan_train.models.traits import traits_of
 from titan_train.parallel.tied import parameter_names, tied_to_first
+from titan_train.run_folder import checkpoint_folders, find_start, read_config
 from titan_train.values import did_you_mean
 
 
@@ -91,6 +93,63 @@ def load_init(
         names = _with_copies(key_map, copies)
         complete = held >= whole_names
         import_hf(folder, part, names=names, strict=complete, shards=shards, grow=_vocabulary(config, whole))
+
+
+def check_run_init(init: str, whole: nn.Module, config: ModelConfig) -> tuple[Path, int]:
+    """Whether the weights of another run's checkpoint are those of a model. Reads its index only.
+
+    Args:
+        init: ``"run:DIR@STEP"``.
+        whole: The whole model, on any device.
+        config: Its configuration, for the messages.
+
+    Returns:
+        The run's folder and the step.
+
+    Raises:
+        ValueError: There is no such checkpoint, it is of a model with other arguments, or tensors are missing, unexpected or of
+            another shape.
+    """
+    folder, step = find_start(init, "model.init")
+    their_config = read_config(folder).model
+    saved = StepReader(checkpoint_folders(folder)[step]).index.tensors["model"]
+    first_of = tied_to_first(parameter_names(whole))
+    wanted = {name: tensor for name, tensor in whole.state_dict(keep_vars=True).items() if name not in first_of}
+    missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys() - first_of.keys())
+    if missing or unexpected:
+        raise ValueError(
+            f"model.init={init!r} holds another model, {their_config.name}: {len(missing)} tensors are missing {missing[:4]}, "
+            f"{len(unexpected)} are unexpected {unexpected[:4]}. Use that run's model.name and [model.args]."
+        )
+    problems = [
+        f"{name} has shape {list(saved[name].shape)} there and {list(tensor.shape)} here"
+        for name, tensor in wanted.items()
+        if tuple(saved[name].shape) != tuple(tensor.shape)
+    ]
+    if problems:
+        raise ValueError(
+            f"model.init={init!r} holds a model of other sizes: {'; '.join(problems[:4])}. Use that run's [model.args] and "
+            "tokenizer. For a larger vocabulary, export the run (titan-train export DIR --to hf) and name that folder."
+        )
+    if their_config.name == config.name:
+        _compare_args(init, their_config, config)
+    return folder, step
+
+
+def _compare_args(init: str, theirs: ModelConfig, ours: ModelConfig) -> None:
+    """Refuse other arguments of the same model: names and shapes do not show a rotary base or a window."""
+    changed = [key for key in {*theirs.args, *ours.args} if theirs.args.get(key) != ours.args.get(key)]
+    differing = sorted(key for key in changed if key not in ours.init_changes)
+    if differing:
+        lines = "; ".join(f"{key}={_shown(ours.args, key)} should be {_shown(theirs.args, key)}" for key in differing)
+        raise ValueError(
+            f"model.init={init!r}: that run's model has other arguments: {lines}. The weights would give other logits. Set these "
+            "under [model.args]; or, for continued training with others, name them in model.init_changes."
+        )
+
+
+def _shown(args: Mapping[str, Any], key: str) -> str:
+    return repr(args[key]) if key in args else "the default"
 
 
 def _compare(init: str, published: Mapping[str, object], model: Mapping[str, object], changes: Sequence[str]) -> None:

@@ -94,9 +94,9 @@ class RankMonitor(observer.Observer):
         self._met = time.monotonic()
         self._write(Phase.TRAIN)
 
-    def ended(self, step: int, total_steps: int) -> None:
-        """Note that the trainer returned after ``step``."""
-        self._heartbeat.write(Phase.FINISHED if step >= total_steps else Phase.STOPPED, step)
+    def ended(self, step: int, *, finished: bool) -> None:
+        """Note that the trainer returned after ``step``, the last one if ``finished``."""
+        self._heartbeat.write(Phase.FINISHED if finished else Phase.STOPPED, step)
 
     def compiling(self, now: bool) -> None:
         """Note that a compilation begins or ends, in any thread that waits for it."""

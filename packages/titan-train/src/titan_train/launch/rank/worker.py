@@ -67,8 +67,8 @@ def train_rank(
     run_dir: Path,
     monitor: "Observer | None" = None,
     listener: socket.socket | None = None,
-) -> int:
-    """Join the process group, train, and leave it after a barrier. Returns the step that was reached."""
+) -> tuple[int, bool]:
+    """Join the process group, train, and leave it after a barrier. Returns the step that was reached, and if it is the last."""
     from titan_train.train import Trainer
 
     faulthandler.enable()
@@ -78,7 +78,7 @@ def train_rank(
         Trainer(config, run_dir=run_dir, monitor=monitor) as trainer,
     ):
         trainer.fit()
-    return trainer.step
+    return trainer.step, trainer.finished
 
 
 def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
@@ -94,8 +94,8 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
         from titan_train.launch.rank.monitor import RankMonitor
 
         monitor = RankMonitor(Heartbeat(heartbeat_file(board, rank)), config.launch, rank, run_dir, ready)
-        step = train_rank(config, job.ranks, run_dir, monitor, listener)
-        monitor.ended(step, config.train.steps)
+        step, finished = train_rank(config, job.ranks, run_dir, monitor, listener)
+        monitor.ended(step, finished=finished)
         code = 0
     except BaseException as err:  # of any kind: the supervisor reports it
         write_failure(run_dir, rank, err, trained=ready.is_set())

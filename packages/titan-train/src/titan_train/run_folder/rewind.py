@@ -1,0 +1,57 @@
+"""Go back in a run's own folder: later checkpoints are set aside, and the run goes on from a named step.
+
+The launcher stages the step with the attempt. Ranks restore it, and once all of them have, `commit` of
+`titan_train.run_folder.staging` moves the later checkpoints and a copy of ``metrics.jsonl`` into ``set_aside/``, newest first:
+what is interrupted half-way still has a newest checkpoint that is whole.
+"""
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from titan_train.files import read_text, write_atomic
+from titan_train.run_folder.contents import checkpoint_folders
+
+FOLDER = "set_aside"
+_STAGED = "resume_step"
+
+
+def check_rewind(run_dir: Path, step: int) -> None:
+    """Refuse a step that a run's folder does not have.
+
+    Raises:
+        ValueError: There is no such checkpoint; the message has those that there are.
+    """
+    saved = sorted(checkpoint_folders(run_dir))
+    if step not in saved:
+        has = f"it has {', '.join(map(str, saved[-8:]))}. Name one of these." if saved else "it has none."
+        raise ValueError(f"--resume-step {step}: {run_dir} has no checkpoint of this step; {has}")
+
+
+def stage_rewind(staged: Path, step: int) -> None:
+    """Have the staged attempt begin at ``step``."""
+    write_atomic(staged / _STAGED, f"{step}\n")
+
+
+def staged_rewind(staged: Path) -> int | None:
+    """The step at which the staged attempt begins; None if it resumes from the newest."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(read_text(staged / _STAGED))
+    return None
+
+
+def set_aside(run_dir: Path, staged: Path) -> None:
+    """Do what `stage_rewind` asked for, if it did."""
+    step = staged_rewind(staged)
+    if step is None:
+        return
+    later = {number: path for number, path in checkpoint_folders(run_dir).items() if number > step}
+    if later:
+        before = len(list((run_dir / FOLDER).glob("*")))
+        folder = run_dir / FOLDER / f"{before + 1:03}-after-{step}"
+        folder.mkdir(parents=True)
+        if (run_dir / "metrics.jsonl").is_file():
+            shutil.copy2(run_dir / "metrics.jsonl", folder)
+        for number in sorted(later, reverse=True):
+            later[number].rename(folder / later[number].name)
+    (staged / _STAGED).unlink()

@@ -1,0 +1,129 @@
+"""Other runs as starting points: ``DIR``, ``DIR@STEP`` or ``DIR@best``.
+
+`checkpoint.start_from` branches: weights, optimizer and data position of that step, into another folder. ``model.init = "run:…"``
+takes the weights alone. Both are resolved to one step before any rank starts, since the other run may still be training. Once a
+run has a checkpoint of its own, that counts, and what it began with is on record.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from titan_ckpt import Manifest
+
+from titan_train.config import Config
+from titan_train.config.published import RUN, split_start
+from titan_train.files import read_toml
+from titan_train.observe.run_info import parent_of, read_run_info
+from titan_train.run_folder.contents import checkpoint_folders, newest_checkpoint, run_folder
+
+BEST = "validation_loss"
+"""The metric of a checkpoint that was validated when it was saved."""
+
+
+def resolve_starts(config: Config, run_dir: Path | None = None) -> Config:
+    """The configuration whose starting points name one step each.
+
+    Args:
+        config: The run's.
+        run_dir: Its folder; None is the one that the configuration names.
+
+    Raises:
+        ValueError: There is no such run or step, it is this run's own folder, or this run already has a checkpoint and did not
+            begin there.
+    """
+    run_dir = run_folder(config) if run_dir is None else run_dir
+    resumes = newest_checkpoint(run_dir) is not None
+    if config.checkpoint.start_from:
+        found = _recorded_parent(config, run_dir) if resumes else _parent(config, run_dir)
+        config = replace(config, checkpoint=replace(config.checkpoint, start_from=found))
+    if config.model.init.startswith(RUN):
+        init = (
+            _recorded_init(config, run_dir) if resumes else "{}@{}".format(*find_start(config.model.init, "model.init"))
+        )
+        config = replace(config, model=replace(config.model, init=f"{RUN}{init.removeprefix(RUN)}"))
+    return config
+
+
+def find_start(start: str, setting: str) -> tuple[Path, int]:
+    """The run's folder and the step that a starting point means.
+
+    Args:
+        start: ``DIR``, ``DIR@STEP`` or ``DIR@best``; ``run:`` may stand before it.
+        setting: What names it, for the message.
+
+    Raises:
+        ValueError: The folder is not a run's, or it has no such checkpoint.
+    """
+    folder, named = split_start(start)
+    if not (folder / "config.toml").is_file():
+        raise ValueError(
+            f"{setting}={start!r}: {folder} is not a run's folder: it has no config.toml. Name a folder that `titan-train run` "
+            "made, such as runs/quickstart or runs/quickstart@100."
+        )
+    saved = checkpoint_folders(folder)
+    if not saved:
+        raise ValueError(f"{setting}={start!r}: {folder} has no finished checkpoint. Let that run reach one.")
+    if named == "best":
+        return folder, _best(start, setting, saved)
+    step = int(named) if named else max(saved)
+    if step not in saved:
+        shown = ", ".join(map(str, sorted(saved)[-8:]))
+        raise ValueError(
+            f"{setting}={start!r}: {folder} has no checkpoint of step {step}; it has {shown}. Name one of these; "
+            "checkpoint.keep_every and keep_last say which stay."
+        )
+    return folder, step
+
+
+def _best(start: str, setting: str, saved: dict[int, Path]) -> int:
+    rated: list[tuple[float, int]] = []
+    for step, path in saved.items():
+        loss = Manifest.open(path).metrics.get(BEST, math.nan)
+        if math.isfinite(loss):
+            rated.append((loss, step))
+    if not rated:
+        raise ValueError(
+            f"{setting}={start!r}: no checkpoint there was validated when it was saved. Name a step; checkpoint.keep_best=true "
+            "saves after each best validation."
+        )
+    return min(rated)[1]
+
+
+def _parent(config: Config, run_dir: Path) -> str:
+    start = config.checkpoint.start_from
+    folder, step = find_start(start, "checkpoint.start_from")
+    if folder.resolve() == run_dir.resolve():
+        raise ValueError(
+            f"checkpoint.start_from={start!r} is this run's own folder, and a branch needs another. Name it: --run.name NAME. "
+            f"To go back in the same folder, use --resume-step {step} instead."
+        )
+    return f"{folder}@{step}"
+
+
+def _recorded_parent(config: Config, run_dir: Path) -> str:
+    """Where a run that has checkpoints of its own began: the setting must mean the same."""
+    start = config.checkpoint.start_from
+    recorded = parent_of(read_run_info(run_dir))
+    folder, named = split_start(start)
+    if (
+        recorded is not None
+        and Path(recorded[0]).resolve() == folder.resolve()
+        and named in ("", "best", str(recorded[1]))
+    ):
+        return f"{recorded[0]}@{recorded[1]}"
+    began = "began by itself" if recorded is None else f"branched from {recorded[0]}@{recorded[1]}"
+    raise ValueError(
+        f"checkpoint.start_from={start!r} would have no effect: {run_dir} has checkpoints of its own and {began}. Choose another "
+        "run.name, or leave it out to resume."
+    )
+
+
+def _recorded_init(config: Config, run_dir: Path) -> str:
+    """What a resumed run took its first weights from, with the step, if it is the run that the setting names."""
+    init = config.model.init
+    try:
+        before = read_toml(run_dir / "config.toml")["model"]["init"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return init
+    return before if isinstance(before, str) and split_start(before)[0] == split_start(init)[0] else init

@@ -1,0 +1,73 @@
+"""The lowest validation loss of a run: the checkpoint that is kept for it, and when a run that no longer improves ends.
+
+Bits per byte divide the same loss by a constant of the validation text, so they rank checkpoints alike.
+"""
+
+import math
+from typing import Any
+
+from titan_train.config import Config
+from titan_train.observe.records import ValidationRecord
+
+
+class BestValidation:
+    """What `checkpoint.keep_best` saves after, and what `validation.patience` waits for. The same on every rank."""
+
+    def __init__(self, patience: int) -> None:
+        """``patience`` validations in a row may pass without a new lowest loss; 0 is any number."""
+        self._patience = patience
+        self._newest: ValidationRecord | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again: no validation is the best so far."""
+        self.loss, self.step, self._waited = math.inf, 0, 0
+
+    def take(self, record: ValidationRecord) -> bool:
+        """Count a validation. Returns whether its loss is the lowest so far; NaN never is."""
+        self._newest = record
+        better = record.loss < self.loss
+        if better:
+            self.loss, self.step, self._waited = record.loss, record.step, 0
+        else:
+            self._waited += 1
+        return better
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether patience has run out."""
+        return 0 < self._patience <= self._waited
+
+    def loss_at(self, step: int) -> float | None:
+        """The validation loss of a step, if the newest validation was after it."""
+        return self._newest.loss if self._newest is not None and self._newest.step == step else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return {"loss": self.loss, "step": self.step, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue."""
+        self.loss, self.step, self._waited = float(state["loss"]), int(state["step"]), int(state["waited"])
+
+
+def check_measured(config: Config, *, held_out: bool = True) -> None:
+    """Refuse to keep or wait for the best of validations that a run does not make.
+
+    Args:
+        config: The run's.
+        held_out: Whether there is anything to validate on.
+
+    Raises:
+        ValueError: Validation is off, or nothing is held out.
+    """
+    asked = ["checkpoint.keep_best=true"] if config.checkpoint.keep_best else []
+    asked += [f"validation.patience={config.validation.patience}"] if config.validation.patience else []
+    if not asked or (config.validation.every and held_out):
+        return
+    why = (
+        "nothing is held out to validate on. Set data.validation_fraction or name validation sources"
+        if config.validation.every
+        else "validation.every=0 makes no validation. Set validation.every"
+    )
+    raise ValueError(f"{asked[0]} goes by the validation loss, and {why}; or leave it out.")

@@ -1,0 +1,191 @@
+"""Other runs as starting points: a branch, weights alone, the best checkpoint, a step to go back to."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from titan_testing import run_ranks
+from titan_train.cli import main
+from titan_train.config import dump_config, load_config, parse_config
+from titan_train.inputs import prepare_inputs
+from titan_train.observe import ValidationRecord, read_run_info
+from titan_train.observe.run_info import settings_spans
+from titan_train.report import build_report, compare_runs
+from titan_train.run_folder import checkpoint_folders, find_start, resolve_starts
+from titan_train.train import Trainer
+from titan_train.train.best import BestValidation
+
+
+def configure(folder, name, **sections):
+    folder = Path(folder)
+    tree = {
+        "run": {"dir": str(folder / "runs"), "name": name, "seed": 7},
+        "model": {"name": "llama3_debug", "seq_len": 16, "args": {"rope_theta": 20_000.0}},
+        "tokenizer": {"kind": "bytes"},
+        "data": {
+            "sources": [{"name": "corpus", "kind": "text", "paths": [str(folder / "*.txt")]}],
+            "cache_dir": str(folder / "cache"),
+            "validation_fraction": 0.3,
+        },
+        "train": {"steps": 8, "global_batch": 4},
+        "schedule": {"warmup_steps": 2, "decay_steps": 2},
+        "validation": {"every": 2, "steps": 1, "sample_tokens": 0},
+        "checkpoint": {"every": 4, "keep_last": 0},
+        "metrics": {"progress": "off", "report": False},
+        "launch": {"device": "cpu", "nproc": 2, "timeout_s": 60.0},
+    }
+    for section, values in sections.items():
+        tree[section] = tree.get(section, {}) | values
+    return parse_config(tree)
+
+
+def train(config, until=None):
+    """First step, losses, and the weights before the first of them."""
+    with Trainer(config) as trainer:
+        first = trainer.step
+        weights = [parameter.detach().clone() for part in trainer.model.parts for parameter in part.parameters()]
+        trainer.fit(until=until)
+        return first, trainer.losses, weights, trainer.finished
+
+
+def branch_on_ranks(folder, name):
+    return train(configure(folder, name, checkpoint={"start_from": f"{folder}/runs/parent@4"}))[:2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a corpus and the run ``parent``, of 8 steps, saved at 4 and 8."""
+    folder = tmp_path_factory.mktemp("starts")
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text("".join(f"line {i} of {i * number}\n" for i in range(30)))
+    prepare_inputs(configure(folder, "parent"), quiet=True)
+    losses = train(configure(folder, "parent"))[1]
+    return folder, losses
+
+
+def test_a_branch_continues_its_parent_in_another_folder_on_any_layout(folder):
+    folder, losses = folder
+    parent = folder / "runs" / "parent"
+    before = {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()}
+    config = configure(folder, "branch", checkpoint={"start_from": f"{parent}@4"})
+    assert train(config, until=6)[:2] == (4, losses[4:6])
+    assert read_run_info(folder / "runs/branch")["parent"] == {"run": str(parent), "step": 4}
+    first, split = run_ranks(branch_on_ranks, 2, folder, "split")[0]
+    assert (first, split) == (4, pytest.approx(losses[4:], abs=2e-5))  # sums of two ranks, float32
+
+    train(config)  # nothing is saved yet, so it branches again; then it has a checkpoint of its own
+    assert train(config)[0] == 8
+    assert read_run_info(folder / "runs/branch")["parent"] == {"run": str(parent), "step": 4}
+    assert {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()} == before
+    assert f"branched from {parent}@4" in build_report(folder / "runs/branch").read_text()
+    assert "Branched from" in compare_runs([parent, folder / "runs/branch"], folder / "page.html")
+
+    for start, name, words in (
+        ("parent@5", "new", "has no checkpoint of step 5; it has 4, 8"),
+        ("nowhere", "new", "is not a run's folder"),
+        ("parent@best", "new", ""),
+        ("parent", "parent", "would have no effect: .* began by itself"),
+        ("parent@8", "branch", "branched from .*parent@4"),
+    ):
+        config = configure(folder, name, checkpoint={"start_from": f"{folder}/runs/{start}"})
+        if words:
+            with pytest.raises(ValueError, match=words):
+                resolve_starts(config)
+        else:  # the losses of both are on record
+            assert resolve_starts(config).checkpoint.start_from == f"{parent}@8"
+
+
+def test_weights_of_another_run_start_a_run_of_its_own(folder, tmp_path):
+    folder, _ = folder
+    parent = folder / "runs" / "parent"
+    _, _, weights, _ = train(configure(folder, "look", checkpoint={"start_from": f"{parent}@4"}), until=4)
+    file = tmp_path / "fresh.toml"
+    file.write_text(f'[model]\ninit = "run:{parent}@4"\nseq_len = 16\n')
+    taken = load_config(str(file))
+    assert (taken.model.name, taken.model.args, taken.tokenizer.kind) == (
+        "llama3_debug",
+        {"rope_theta": 20_000.0},
+        "bytes",
+    )
+    first, losses, fresh, _ = train(configure(folder, "fresh", model={"init": f"run:{parent}@4"}), until=1)
+    assert (first, len(losses)) == (0, 1)
+    assert all(torch.equal(a, b) for a, b in zip(fresh, weights, strict=True))
+
+    for args, words in (
+        ({}, "rope_theta=the default should be 20000.0"),
+        ({"rope_theta": 20_000.0, "dim": 32}, "has shape .* there and .* here"),
+        ({"rope_theta": 20_000.0, "num_layers": 1}, "are unexpected"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            train(configure(folder, "refused", model={"init": f"run:{parent}", "args": args}), until=1)
+
+
+def test_the_best_validation_is_kept_and_patience_ends_a_run(folder):
+    folder, _ = folder
+    rising = {
+        "optimizer": {"lr": 5.0},
+        "train": {"steps": 40, "global_batch": 4},
+        "validation": {"every": 2, "steps": 1, "patience": 2},
+    }
+    config = configure(folder, "early", **rising, checkpoint={"every": 1, "keep_last": 1, "keep_best": True})
+    _, losses, _, finished = train(config)
+    run_dir = folder / "runs/early"
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    held_out = {e["step"]: e["loss"] for e in events if e["kind"] == "validation"}
+    best = min(held_out, key=lambda step: held_out[step])
+    assert finished
+    assert len(losses) == best + 4 < 40  # two validations without a better one
+    assert sorted(checkpoint_folders(run_dir)) == [best, best + 4]
+    assert find_start(f"{run_dir}@best", "x") == (run_dir, best)
+    assert [e["best_step"] for e in events if e.get("event") == "early_stopped"] == [best]
+    assert train(config)[1] == []  # it is over
+    more = configure(folder, "early", **rising | {"validation": {"every": 2, "steps": 1, "patience": 3}})
+    assert len(train(more, until=best + 6)[1]) == 2
+
+    nan = BestValidation(1)
+    assert not nan.take(ValidationRecord(step=1, loss=math.nan, bits_per_byte=None, tokens=1))
+    assert nan.exhausted
+    for sections, words in (
+        ({"checkpoint": {"keep_best": True}, "validation": {"every": 0}}, "validation.every=0"),
+        ({"validation": {"every": 2, "patience": 1}, "data": {"validation_fraction": 0.0}}, "nothing is held out"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Trainer(configure(folder, "unmeasured", **sections))
+
+
+def test_a_run_goes_back_to_a_named_step_and_a_branch_decays_from_there(folder, tmp_path, monkeypatch, capsys):
+    folder, _ = folder
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    file = tmp_path / "c.toml"
+    config = configure(folder, "back", launch={"nproc": 1, "device": "cpu"})
+    file.write_text(dump_config(config))
+    run_dir = folder / "runs/back"
+    train(config)
+    assert main(["run", str(file), "--resume-step", "5"]) == 2
+    assert "has no checkpoint of this step; it has 4, 8" in capsys.readouterr().err
+    assert main(["run", str(file), "--resume-step", "4", "--train.steps", "6"]) == 0
+    assert sorted(checkpoint_folders(run_dir)) == [4, 6]
+    assert sorted(path.name for path in (run_dir / "set_aside").glob("*/*")) == ["metrics.jsonl", "step-00000008"]
+    assert [after for after, _ in settings_spans(read_run_info(run_dir))] == [0, 4]
+
+    words = ["--run.name", "decayed", "--from", f"{run_dir}@4", "--decay"]
+    assert main(["run", str(file), *words, "50%", "--train.steps", "6"]) == 0
+    rates = [
+        json.loads(line)["lr"]
+        for line in (folder / "runs/decayed/metrics.jsonl").read_text().splitlines()
+        if '"lr"' in line
+    ]
+    peak = config.optimizer.lr
+    assert rates == pytest.approx([peak, peak * (1 - math.sqrt(0.5))])  # step 5 is the peak's last, step 7 would be 0
+    for decay, start, said in (
+        ("50%", [], "Name where it begins"),
+        ("1", ["--from", f"{run_dir}@4", "--train.steps", "5"], "lies in its decay. Name a step from 2 to 3"),
+        ("8", ["--from", f"{run_dir}@3"], "has no checkpoint of step 3"),
+        ("110%", ["--from", f"{run_dir}@4"], "must be a share of the steps so far"),
+    ):
+        assert main(["run", str(file), "--run.name", "other", *start, "--decay", decay]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["run", str(file), "--run.name", "other", "--from", f"{run_dir}@6", "--train.steps", "6"]) == 2
+    assert "no step is left to make" in capsys.readouterr().err
