@@ -47,3 +47,19 @@ def merge_in_place(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tenso
     weight = torch.where(block_lse.isneginf(), 0.0, torch.exp(block_lse - merged))
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     lse.copy_(merged)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Merge one more key for each head into ``out`` and ``lse``, in place: of score ``sinks [H]``, and of value zero.
+
+    Source: gpt-oss' attention sinks, a learned logit per head ("Efficient Streaming Language Models", arXiv 2309.17453).
+    """
+    merged = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    out.mul_(torch.exp(lse - merged).unsqueeze(-1))
+    lse.copy_(merged)
+
+
+def sink_gradients(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of ``sinks`` from these rows; ``out`` and ``lse`` are of the whole attention, sinks included."""
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)

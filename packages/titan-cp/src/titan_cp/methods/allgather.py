@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_cp.backends.backend import Backend, Saved
-from titan_cp.methods.ring import block_gradients, new_accumulators, widen_saved
+from titan_cp.backends.merge import add_sinks
+from titan_cp.methods.ring import block_gradients, new_accumulators, sink_gradients_of, widen_saved
 from titan_cp.methods.rows import KeyValues, pack_rows, widen
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.plan import AttentionPlan
@@ -37,9 +38,9 @@ class GatherSetup(NamedTuple):
     """KV heads gathered at a time."""
 
 
-def allgather_apply(q: Tensor, k: Tensor, v: Tensor, setup: GatherSetup) -> Tensor:
+def allgather_apply(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setup: GatherSetup) -> Tensor:
     """Attention of this rank's queries ``[B, Hq, T, D]`` with all keys; arguments have been checked."""
-    return _AllGather.apply(q, k, v, setup)  # pyright: ignore[reportReturnType] - torch types apply as returning Any
+    return _AllGather.apply(q, k, v, sinks, setup)  # pyright: ignore[reportReturnType] - torch types apply as returning Any
 
 
 def gather_sequence(
@@ -51,22 +52,25 @@ def gather_sequence(
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, setup: GatherSetup) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setup: GatherSetup) -> Tensor:
         plan, backend, scale = setup.plan, setup.backend, setup.scale
         out, lse = new_accumulators(q, v, backend)
         tiles = plan.sequence_tiles()
         for q_heads, _, kv in _gathered_heads(q, k, v, setup):
             wide_v = widen(kv.v, backend, q.shape[-1])
             backend.forward(q[:, q_heads], kv.k, wide_v, tiles, scale, out[:, q_heads], lse[:, q_heads])
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
         out = out[..., : v.shape[-1]].to(q.dtype)
         ctx.setup = setup
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         setup: GatherSetup = ctx.setup
-        saved = Saved(grad_outputs[0], *ctx.saved_tensors)
+        *kept, sinks = ctx.saved_tensors
+        saved = Saved(grad_outputs[0], *kept)
         q, k, v = saved.q, saved.k, saved.v
         grad_q = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
@@ -83,7 +87,7 @@ class _AllGather(torch.autograd.Function):
             pending = _scatter(full, (grad_k[:, kv_heads], grad_v[:, kv_heads]), setup.plan, setup.group)
         assert pending is not None, "there is at least one KV head"
         pending()
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+        return grad_q.to(q.dtype), grad_k, grad_v, sink_gradients_of(saved, sinks), None
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -15,7 +15,7 @@ from titan_cp.methods.allgather import GatherSetup, allgather_apply, gather_sequ
 from titan_cp.methods.compiling import graph_break
 from titan_cp.methods.direct import direct_apply
 from titan_cp.methods.ring import RingSetup, ring_apply
-from titan_cp.methods.ulysses import heads_for_sequence, sequence_for_heads
+from titan_cp.methods.ulysses import heads_for_sequence, heads_of_rank, sequence_for_heads
 from titan_cp.planning.groups import check_group
 from titan_cp.planning.plan import AttentionPlan
 
@@ -34,6 +34,7 @@ def attention(
     ring_group: dist.ProcessGroup | None = None,
     ulysses_group: dist.ProcessGroup | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     backend: str | Backend = "auto",
 ) -> Tensor:
     """Attention by the plan's method: `ring_attention`, `allgather_attention`, `ulysses_attention` or `usp_attention`.
@@ -47,6 +48,8 @@ def attention(
         ring_group: USP's ring group.
         ulysses_group: USP's Ulysses group.
         scale: Factor on the scores; None for ``1/sqrt(D)``.
+        sinks: A learned logit for each query head (gpt-oss), ``[Hq]``: one more key of that score and of value zero; None
+            for none. Its gradient is this rank's part: sum it over the context-parallel group, as those of weights.
         backend: ``"auto"``, a name in `backends.BACKENDS`, or a `backends.Backend`.
 
     Raises:
@@ -59,7 +62,15 @@ def attention(
                 "DeviceMesh) instead of group."
             )
         return usp_attention(
-            q, k, v, plan=plan, ring_group=ring_group, ulysses_group=ulysses_group, scale=scale, backend=backend
+            q,
+            k,
+            v,
+            plan=plan,
+            ring_group=ring_group,
+            ulysses_group=ulysses_group,
+            scale=scale,
+            sinks=sinks,
+            backend=backend,
         )
     if ring_group is not None or ulysses_group is not None:
         raise ValueError(
@@ -67,7 +78,7 @@ def attention(
             "two groups."
         )
     method = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}[plan.method]
-    return method(q, k, v, plan=plan, group=group, scale=scale, backend=backend)
+    return method(q, k, v, plan=plan, group=group, scale=scale, sinks=sinks, backend=backend)
 
 
 @graph_break
@@ -79,6 +90,7 @@ def ring_attention(
     plan: AttentionPlan,
     group: dist.ProcessGroup | None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     backend: str | Backend = "auto",
 ) -> Tensor:
     """Ring attention: point-to-point, the next block's transfer behind this block's compute, forward and backward.
@@ -90,6 +102,7 @@ def ring_attention(
         plan: A plan with ``method="ring"``.
         group: The context-parallel group, ``plan.size`` ranks; None for one rank.
         scale: Factor on the scores; None for ``1/sqrt(D)``.
+        sinks: A logit per query head, as for `attention`; None for none.
         backend: ``"auto"``, a name in `backends.BACKENDS`, or a `backends.Backend`.
 
     Returns:
@@ -99,9 +112,9 @@ def ring_attention(
     Raises:
         ValueError: If tensors, group or backend do not fit the plan, before any communication.
     """
-    chosen = _check("ring", q, k, v, plan, backend)
+    chosen = _check("ring", q, k, v, sinks, plan, backend)
     check_group(group, plan.size, plan.rank, "group")
-    return _ring_or_direct(q, k, v, RingSetup(plan, group, chosen, _scale(scale, q)))
+    return _ring_or_direct(q, k, v, sinks, RingSetup(plan, group, chosen, _scale(scale, q)))
 
 
 @graph_break
@@ -113,6 +126,7 @@ def allgather_attention(
     plan: AttentionPlan,
     group: dist.ProcessGroup | None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     backend: str | Backend = "auto",
     heads_per_step: int = 1,
     attn_fn: AttentionFn | None = None,
@@ -126,6 +140,7 @@ def allgather_attention(
         plan: A plan with ``method="allgather"``.
         group: The context-parallel group, ``plan.size`` ranks; None for one rank.
         scale: Factor on the scores; None for ``1/sqrt(D)``.
+        sinks: A logit per query head, as for `attention`; None for none.
         backend: ``"auto"``, a name in `backends.BACKENDS`, or a `backends.Backend`.
         heads_per_step: KV heads gathered at a time: 1 needs the least memory, more make fewer, larger transfers.
         attn_fn: A local attention of your own, in place of the plan's mask, ``scale`` and ``backend``: it is called
@@ -138,7 +153,7 @@ def allgather_attention(
     Raises:
         ValueError: If tensors, group or backend do not fit the plan, before any communication.
     """
-    chosen = _check("allgather", q, k, v, plan, backend)
+    chosen = _check("allgather", q, k, v, sinks, plan, backend)
     check_group(group, plan.size, plan.rank, "group")
     if not 1 <= heads_per_step <= plan.num_kv_heads:
         raise ValueError(
@@ -146,8 +161,9 @@ def allgather_attention(
             f"Use 1 to {plan.num_kv_heads}."
         )
     if attn_fn is not None:
+        _reject_sinks(sinks)
         return _call_local(attn_fn, q, *gather_sequence(k, v, plan, group))
-    return allgather_apply(q, k, v, GatherSetup(plan, group, chosen, _scale(scale, q), heads_per_step))
+    return allgather_apply(q, k, v, sinks, GatherSetup(plan, group, chosen, _scale(scale, q), heads_per_step))
 
 
 @graph_break
@@ -159,6 +175,7 @@ def ulysses_attention(
     plan: AttentionPlan,
     group: dist.ProcessGroup | None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     backend: str | Backend = "auto",
     attn_fn: AttentionFn | None = None,
 ) -> Tensor:
@@ -171,6 +188,7 @@ def ulysses_attention(
         plan: A plan with ``method="ulysses"``.
         group: The context-parallel group, ``plan.size`` ranks; None for one rank.
         scale: Factor on the scores; None for ``1/sqrt(D)``.
+        sinks: A logit per query head, as for `attention`; None for none.
         backend: ``"auto"``, a name in `backends.BACKENDS`, or a `backends.Backend`.
         attn_fn: A local attention of your own, in place of the plan's mask, ``scale`` and ``backend``: it is called
             with ``Hq/N`` query heads and the whole sequence in order. FlexAttention fits.
@@ -181,13 +199,17 @@ def ulysses_attention(
     Raises:
         ValueError: If tensors, group or backend do not fit the plan, before any communication.
     """
-    chosen = _check("ulysses", q, k, v, plan, backend)
+    chosen = _check("ulysses", q, k, v, sinks, plan, backend)
     check_group(group, plan.size, plan.rank, "group")
+    if attn_fn is not None:
+        _reject_sinks(sinks)
     local_q, local_k, local_v = sequence_for_heads(q, k, v, plan, group)
     if attn_fn is not None:
         out = _call_local(attn_fn, local_q, local_k, local_v)
     else:
-        out = ring_apply(local_q, local_k, local_v, RingSetup(plan, None, chosen, _scale(scale, q)))
+        out = ring_apply(
+            local_q, local_k, local_v, heads_of_rank(sinks, plan), RingSetup(plan, None, chosen, _scale(scale, q))
+        )
     return heads_for_sequence(out, plan, group)
 
 
@@ -201,6 +223,7 @@ def usp_attention(
     ring_group: dist.ProcessGroup | None,
     ulysses_group: dist.ProcessGroup | None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     backend: str | Backend = "auto",
 ) -> Tensor:
     """Ulysses within, the ring across: heads are shared by ``ulysses_degree`` ranks, keys travel between such groups.
@@ -216,6 +239,7 @@ def usp_attention(
         ring_group: The ranks with this rank's Ulysses number; None if the ring degree is 1.
         ulysses_group: The ranks with this rank's ring number; None if the Ulysses degree is 1.
         scale: Factor on the scores; None for ``1/sqrt(D)``.
+        sinks: A logit per query head, as for `attention`; None for none.
         backend: ``"auto"``, a name in `backends.BACKENDS`, or a `backends.Backend`.
 
     Returns:
@@ -227,19 +251,29 @@ def usp_attention(
     Source:
         Fang and Zhao, "USP: A Unified Sequence Parallelism Approach" (arXiv 2405.07719).
     """
-    chosen = _check("usp", q, k, v, plan, backend)
+    chosen = _check("usp", q, k, v, sinks, plan, backend)
     check_group(ring_group, plan.ring_degree, plan.ring_rank, "ring_group")
     check_group(ulysses_group, plan.ulysses_degree, plan.rank % plan.ulysses_degree, "ulysses_group")
     local_q, local_k, local_v = sequence_for_heads(q, k, v, plan, ulysses_group)
-    out = _ring_or_direct(local_q, local_k, local_v, RingSetup(plan, ring_group, chosen, _scale(scale, q)))
+    setup = RingSetup(plan, ring_group, chosen, _scale(scale, q))
+    out = _ring_or_direct(local_q, local_k, local_v, heads_of_rank(sinks, plan), setup)
     return heads_for_sequence(out, plan, ulysses_group)
 
 
-def _ring_or_direct(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
-    return direct_apply(q, k, v, setup) if setup.plan.direct else ring_apply(q, k, v, setup)
+def _ring_or_direct(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setup: RingSetup) -> Tensor:
+    return (direct_apply if setup.plan.direct else ring_apply)(q, k, v, sinks, setup)
 
 
-def _check(method: str, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, backend: str | Backend) -> Backend:
+def _reject_sinks(sinks: Tensor | None) -> None:
+    if sinks is not None:
+        raise ValueError(
+            "sinks and attn_fn were both given: a local attention of your own adds sinks itself. Drop one."
+        )
+
+
+def _check(
+    method: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: AttentionPlan, backend: str | Backend
+) -> Backend:
     if plan.method != method:
         raise ValueError(
             f"{method}_attention got a plan with method={plan.method!r}. Plan with method={method!r}, or call "
@@ -262,6 +296,11 @@ def _check(method: str, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, ba
         raise ValueError(
             f"v has {v.shape[-1]} channels and q has {q.shape[-1]}: values may be narrower than queries and keys, not "
             "wider. Split the values' channels over two calls."
+        )
+    if sinks is not None and (tuple(sinks.shape) != (plan.num_heads,) or sinks.device != q.device):
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)} on {sinks.device}, but the plan has {plan.num_heads} query heads and q is "
+            f"on {q.device}. Pass one logit per query head: shape [{plan.num_heads}]."
         )
     request = Request(q.device, q.dtype, q.shape[-1], len(plan.cu_seqlens) > 2, plan.window is not None)
     return select(backend, request)

@@ -26,7 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_cp.backends.backend import Saved
-from titan_cp.methods.ring import RingSetup, block_gradients, new_accumulators, wait_all, widen_saved
+from titan_cp.backends.merge import add_sinks
+from titan_cp.methods.ring import (
+    RingSetup,
+    block_gradients,
+    new_accumulators,
+    sink_gradients_of,
+    wait_all,
+    widen_saved,
+)
 from titan_cp.methods.rows import KeyValues, empty_rows, pack_rows, place_rows, widen
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.exchange import Round
@@ -36,30 +44,33 @@ _KV_TAG, _GRAD_TAG = 2, 3
 """Keys and gradients may be in flight between the same two ranks at once; gloo tells them apart by tag."""
 
 
-def direct_apply(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
+def direct_apply(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setup: RingSetup) -> Tensor:
     """Attention of this rank's queries ``[B, Hq, T, D]`` with the keys they see; arguments have been checked."""
-    return _Direct.apply(q, k, v, setup)  # pyright: ignore[reportReturnType] - torch types apply as returning Any
+    return _Direct.apply(q, k, v, sinks, setup)  # pyright: ignore[reportReturnType] - torch types apply as returning Any
 
 
 class _Direct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setup: RingSetup) -> Tensor:
         plan, _, backend, scale = setup
         out, lse = new_accumulators(q, v, backend)
         own = KeyValues(k, k, v)
         for index, kv in _blocks(own, setup):
             tiles = plan.tiles(plan.ring_rank) if index is None else plan.round_tiles(index)
             backend.forward(q, kv.k, widen(kv.v, backend, q.shape[-1]), tiles, scale, out, lse)
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
         out = out[..., : v.shape[-1]].to(q.dtype)
         ctx.setup = setup
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         setup: RingSetup = ctx.setup
         plan, group, backend, scale = setup
-        saved = Saved(grad_outputs[0].contiguous(), *ctx.saved_tensors)
+        *kept, sinks = ctx.saved_tensors
+        saved = Saved(grad_outputs[0].contiguous(), *kept)
         q, k, v = saved.q, saved.k, saved.v
         grad_q = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
         widened = widen_saved(saved, backend)
@@ -81,7 +92,7 @@ class _Direct(torch.autograd.Function):
         assert home is not None, "a rank has keys of its own"
         if returning is not None:
             returning.finish(home)
-        return grad_q.to(q.dtype), home.k.to(k.dtype), home.v.to(v.dtype), None
+        return grad_q.to(q.dtype), home.k.to(k.dtype), home.v.to(v.dtype), sink_gradients_of(saved, sinks), None
 
 
 def _blocks(own: KeyValues, setup: RingSetup) -> Iterator[tuple[int | None, KeyValues]]:

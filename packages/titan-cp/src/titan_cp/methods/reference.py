@@ -19,6 +19,7 @@ def reference_attention(
     window: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Full attention over whole sequences, computed in float64 on one device.
 
@@ -30,10 +31,11 @@ def reference_attention(
         window: A token attends to tokens less than ``window`` away; None for no limit.
         cu_seqlens: Document boundaries, in tokens; None for one document.
         scale: Factor on the scores; None for ``1/sqrt(D)``.
+        sinks: A logit per query head, ``[Hq]``: one more key of that score and of value zero; None for none.
 
     Returns:
         ``(out, lse)``: float64, shapes ``[B, Hq, S, D]`` and ``[B, Hq, S]``; lse is the natural log-sum-exp of the
-        scaled scores. Differentiable in ``q``, ``k`` and ``v``.
+        scaled scores, sinks included. Differentiable in all tensors.
     """
     mask = attention_mask(q.shape[2], causal=causal, window=window, cu_seqlens=cu_seqlens, device=q.device)
     groups = q.shape[1] // k.shape[1]
@@ -42,6 +44,8 @@ def reference_attention(
     scores = q.double() @ k64.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     scores = scores.masked_fill(~mask, -math.inf)
     lse = torch.logsumexp(scores, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
     return torch.exp(scores - lse.unsqueeze(-1)) @ v64, lse
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from titan_cp.backends.backend import Backend, Grads, Saved
+from titan_cp.backends.merge import add_sinks, sink_gradients
 from titan_cp.methods.rows import KeyValues, empty_rows, pack_rows, widen, zero_rows
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.plan import AttentionPlan
@@ -53,26 +54,27 @@ class RingSetup(NamedTuple):
     scale: float
 
 
-def ring_apply(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
+def ring_apply(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setup: RingSetup) -> Tensor:
     """Attention of this rank's queries ``[B, Hq, T, D]`` with all keys; arguments have been checked."""
-    return _Ring.apply(q, k, v, setup)  # pyright: ignore[reportReturnType] - torch types apply as returning Any
+    return _Ring.apply(q, k, v, sinks, setup)  # pyright: ignore[reportReturnType] - torch types apply as returning Any
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> Tensor:
-        out, lse = _ring_forward(q, k, v, setup)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setup: RingSetup) -> Tensor:
+        out, lse = _ring_forward(q, k, v, sinks, setup)
         ctx.setup = setup
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        saved = Saved(grad_outputs[0].contiguous(), *ctx.saved_tensors)
-        return (*_ring_backward(saved, ctx.setup), None)
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        *kept, sinks = ctx.saved_tensors
+        saved = Saved(grad_outputs[0].contiguous(), *kept)
+        return (*_ring_backward(saved, ctx.setup), sink_gradients_of(saved, sinks), None)
 
 
-def _ring_forward(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> tuple[Tensor, Tensor]:
+def _ring_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setup: RingSetup) -> tuple[Tensor, Tensor]:
     plan, group, backend, scale = setup
     out, lse = new_accumulators(q, v, backend)
     kv = pack_rows(k, v)
@@ -84,6 +86,8 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, setup: RingSetup) -> tuple[Te
             backend.forward(q, kv.k, widen(kv.v, backend, q.shape[-1]), plan.tiles(holder), scale, out, lse)
             wait_all(transfer)
         kv, spare = spare, kv
+    if sinks is not None:
+        add_sinks(out, lse, sinks)
     return out[..., : v.shape[-1]].to(q.dtype), lse
 
 
@@ -125,6 +129,11 @@ def widen_saved(saved: Saved, backend: Backend) -> Saved:
     """What the backward of every block shares, as wide as the backend's kernels need it."""
     width = saved.q.shape[-1]
     return saved._replace(grad_out=widen(saved.grad_out, backend, width), out=widen(saved.out, backend, width))
+
+
+def sink_gradients_of(saved: Saved, sinks: Tensor | None) -> Tensor | None:
+    """`sink_gradients` of this rank's rows; None where there are no sinks."""
+    return None if sinks is None else sink_gradients(saved.grad_out, saved.out, saved.lse, sinks)
 
 
 def block_gradients(

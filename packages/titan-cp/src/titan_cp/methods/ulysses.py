@@ -40,6 +40,13 @@ def heads_for_sequence(out: Tensor, plan: AttentionPlan, group: dist.ProcessGrou
     return _Collect.apply(out, plan, group)  # pyright: ignore[reportReturnType] - torch types apply as Any
 
 
+def heads_of_rank(sinks: Tensor | None, plan: AttentionPlan) -> Tensor | None:
+    """Of a value per query head, those of the heads that this rank attends with; differentiable."""
+    if sinks is None:
+        return None
+    return sinks.chunk(plan.ulysses_degree)[plan.rank % plan.ulysses_degree]
+
+
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -54,7 +54,9 @@ class CPAttention(nn.Module):
         self.scale = scale
         self.backend = backend
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention of this rank's queries with all keys.
 
         Args:
@@ -62,6 +64,7 @@ class CPAttention(nn.Module):
             k: This rank's keys, fewer heads under grouped-query attention.
             v: This rank's values, as ``k``.
             plan: The plan for this call; None for the module's.
+            sinks: A logit per query head, as for `attention`; None for none.
 
         Raises:
             ValueError: If there is no plan, or the arguments do not fit it.
@@ -83,6 +86,7 @@ class CPAttention(nn.Module):
             ring_group=self.ring_group,
             ulysses_group=self.ulysses_group,
             scale=self.scale,
+            sinks=sinks,
             backend=self.backend,
         )
         return out.transpose(1, 2) if swap else out

@@ -1,0 +1,98 @@
+"""Attention sinks in every method: values and every gradient."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+from titan_cp import CPAttention, allgather_attention, attention, plan, reference_attention, ulysses_attention
+from titan_testing import run_ranks
+from titan_testing.sent_bytes import SentBytes
+
+HEAD_DIM = 8
+
+
+def with_gradients(function, inputs, grad_out):
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def attending(p, groups):
+    return lambda q, k, v, s=None: attention(q, k, v, plan=p, sinks=s, **groups)
+
+
+def worst_ratios(cases, world=None, replica=0):
+    """Of each case, the largest error over three times that of one process; a rounding of the largest value is granted."""
+    world = world or dist.group.WORLD
+    ranks, meshes, ratios = dist.get_process_group_ranks(world), {}, {}
+    for number, (method, degree, layout, lengths, heads, window, causal, with_sinks) in enumerate(cases):
+        options = {"num_heads": heads[0], "num_kv_heads": heads[1], "window": window, "causal": causal}
+        bounds = [0, *accumulate(lengths)]
+        p = plan(
+            cu_seqlens=bounds, size=world.size(), rank=world.rank(), method=method, layout=layout, block_size=4, pad=True,
+            head_dim=HEAD_DIM, dtype=torch.float32, ulysses_degree=degree, **options,
+        )  # fmt: skip
+        groups = {"group": world}
+        if method == "usp":
+            if degree not in meshes:
+                assert len(ranks) == dist.get_world_size(), "two groups of the whole world"
+                shape = (p.ring_degree, p.ulysses_degree)
+                mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+                meshes[degree] = {f"{name}_group": mesh[name].get_group() for name in ("ring", "ulysses")}
+            groups = meshes[degree]
+        generator = torch.Generator().manual_seed(number + replica)
+        shapes = [(1, h, bounds[-1], HEAD_DIM) for h in (heads[0], heads[1], heads[1], heads[0])]
+        q, k, v, grad_out = (torch.randn(*shape, generator=generator) for shape in shapes)
+        sinks = [torch.randn(heads[0], generator=generator)] if with_sinks else []
+
+        with SentBytes() as sent:
+            got = with_gradients(
+                attending(p, groups), [*(p.shard(t, 2) for t in (q, k, v)), *sinks], p.shard(grad_out, 2)
+            )
+        assert sent.count == p.costs.forward_bytes + p.costs.backward_bytes, (method, heads)
+        for t in got[4:]:
+            dist.all_reduce(t, group=world)
+        whole = [p.unshard(t, 2, group=world) for t in got[:4]] + got[4:]
+        if world.rank() == 0:
+            one = plan(cu_seqlens=bounds, size=1, rank=0, dtype=torch.float32, **options)
+            alone = with_gradients(attending(one, {}), [q, k, v, *sinks], grad_out)
+            want = with_gradients(
+                lambda q, k, v, s=None, o=options, b=bounds: reference_attention(
+                    q, k, v, causal=o["causal"], window=o["window"], cu_seqlens=b, sinks=s
+                )[0],
+                [t.double() for t in (q, k, v, *sinks)],
+                grad_out.double(),
+            )
+            for name, a, b, w in zip(("out", "dq", "dk", "dv", "dsinks"), whole, alone, want, strict=False):
+                allowed = 3 * (b.double() - w).abs().max() + 1.2e-7 * w.abs().max()
+                ratios[number, method, layout, heads, window, name] = float((a.double() - w).abs().max() / allowed)
+    return ratios
+
+
+PACKED = [1, 3, 33, 1, 20, 6]
+
+
+def test_sinks_equal_full_attention_in_every_method_with_their_gradients():
+    cases = [
+        (method, degree, layout, lengths, (4, 2), window, causal, True)
+        for method, degree, layout in (
+            ("ring", None, "zigzag"), ("allgather", None, "per_document"), ("ulysses", None, "contiguous"), ("usp", 2, "zigzag")
+        )
+        for lengths, window, causal in ((PACKED, None, True), ([64], 9, True), ([64], None, False))
+    ]  # fmt: skip
+    cases.append(("ring", None, "contiguous", [64], (4, 2), 9, True, True))  # straight, not round
+    for ratios in run_ranks(worst_ratios, 4, cases):
+        assert not {case: ratio for case, ratio in ratios.items() if not ratio <= 1}
+
+
+def test_sinks_that_do_not_fit_are_refused_before_any_communication():
+    q, k = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8)
+    one = {name: plan(8, size=1, rank=0, num_heads=4, num_kv_heads=2, method=name) for name in ("allgather", "ulysses")}
+    with pytest.raises(ValueError, match="one logit per query head"):
+        attention(q, k, k, plan=one["ulysses"], sinks=torch.zeros(2))
+    for name, function in (("allgather", allgather_attention), ("ulysses", ulysses_attention)):
+        with pytest.raises(ValueError, match="Drop one"):
+            function(q, k, k, plan=one[name], group=None, sinks=torch.zeros(4), attn_fn=lambda q, k, v: q)
+    module = CPAttention(one["ulysses"])
+    assert not torch.equal(module(q, k, k, sinks=torch.zeros(4)), module(q, k, k))
