@@ -138,6 +138,7 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_
         resume_step: A step to go back to; None goes on from the newest.
     """
     per_node = ranks_per_node(config.launch, config.parallel.num_ranks)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read while torch is imported: its profiler's lines are no user's
     if config.launch.launcher != "ray" and device_type(config.launch) == "cuda":
         set_cuda_defaults(os.environ, pipeline=config.parallel.pp > 1)  # read while torch is imported
     world_size = per_node * config.launch.nnodes
