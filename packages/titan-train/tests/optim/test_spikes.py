@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from titan_train.config import parse_config
 from titan_train.config.ramp import plan_ramp
 from titan_train.config.recipe import AverageConfig, SpikesConfig
 from titan_train.config.schema import TrainConfig
@@ -98,6 +99,11 @@ def test_the_moving_average_is_that_of_a_plain_loop(kind):
         frozen.grad = torch.ones(2)
         optimizer.step()
         assert "exp_avg" in optimizer.state[frozen]
+
+
+def test_plans_count_the_moving_average():
+    plain, averaged = parse_config({}), parse_config({"average": {"ema_decay": 0.9}})
+    assert (plain.state_bytes, averaged.state_bytes) == ((8.0, 8.0), (12.0, 12.0))
 
 
 def test_a_mean_takes_the_newest_checkpoints_before_a_step():

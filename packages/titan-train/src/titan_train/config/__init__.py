@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from titan_train.config.model import ModelConfig
     from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
     from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
-    from titan_train.config.recipe import AverageConfig, SpikesConfig
+    from titan_train.config.recipe import AverageConfig, QKClipConfig, SpikesConfig
     from titan_train.config.schema import (
         CheckpointConfig,
         Config,
@@ -44,6 +44,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PipelineConfig",
+    "QKClipConfig",
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",

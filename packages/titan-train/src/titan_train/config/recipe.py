@@ -32,6 +32,18 @@ class SpikesConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QKClipConfig:
+    """A bound on attention logits."""
+
+    threshold: Annotated[float, Range(above=0, also=0, note="0 disables, 100 is Kimi K2's")] = 0.0
+    """After each step, shrink the query and key weights of heads whose largest attention logit exceeded this (QK-clip); 0
+    disables."""
+
+    def __post_init__(self) -> None:
+        check_values("qk_clip", self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AverageConfig:
     """Averages of the weights over steps, and who uses them."""
 

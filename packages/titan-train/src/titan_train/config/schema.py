@@ -17,7 +17,7 @@ from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
 from titan_train.config.patterns import check_patterns
 from titan_train.config.ramp import BatchRamp, plan_ramp
-from titan_train.config.recipe import AverageConfig, SpikesConfig
+from titan_train.config.recipe import AverageConfig, QKClipConfig, SpikesConfig
 from titan_train.config.tokenizer import TokenizerConfig
 from titan_train.config.vision import VisionConfig
 from titan_train.terminal import shortened
@@ -206,6 +206,7 @@ class Config:
     float8: Float8Config = field(default_factory=Float8Config)
     compile: CompileConfig = field(default_factory=CompileConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    qk_clip: QKClipConfig = field(default_factory=QKClipConfig)
     spikes: SpikesConfig = field(default_factory=SpikesConfig)
     average: AverageConfig = field(default_factory=AverageConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -213,6 +214,13 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    @property
+    def state_bytes(self) -> tuple[float, float]:
+        """Bytes of optimizer state for each element of Muon's matrices, and of every other parameter, moving average included."""
+        average = 4.0 if self.average.ema_decay else 0.0
+        matrices, others = self.optimizer.state_bytes
+        return matrices + average, others + average
 
     def __post_init__(self) -> None:
         kept = self.checkpoint.keep_last

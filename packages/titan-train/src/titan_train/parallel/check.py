@@ -16,6 +16,7 @@ from titan_train.parallel.data_parallel import check_wrapping
 from titan_train.parallel.expert.apply import check_expert_parallel
 from titan_train.parallel.float8 import check_float8
 from titan_train.parallel.layout.batch import BatchPlan
+from titan_train.parallel.qk_clip import check_qk_clip
 from titan_train.parallel.stages import check_stages
 from titan_train.parallel.tensor.checks import check_tensor_parallel
 from titan_train.parallel.tensor.float8_linears import check_gather
@@ -58,6 +59,10 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
             sequence_parallel=parallel.sequence_parallel,
             replicate_kv=parallel.replicate_kv,
             async_tp=parallel.async_tp,
+        )
+    if config.qk_clip.threshold:
+        check_qk_clip(
+            model, compiled=config.compile.enabled or config.compile.cudagraphs, replicate_kv=parallel.replicate_kv
         )
     _check_layers_dropped(layout, model)
     check_expert_parallel(model, spec.ep, tp=spec.tp, sequence_parallel=parallel.sequence_parallel)

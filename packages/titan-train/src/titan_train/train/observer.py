@@ -46,6 +46,8 @@ class StepResult:
     """What executing a suspect step again showed; None if it was not."""
     layer_norms: dict[str, float] = field(default_factory=dict[str, float])
     """Norm of the gradient before clipping, by layer; empty unless asked for."""
+    attention_logits: dict[str, float] = field(default_factory=dict[str, float])
+    """The largest attention logit of the step by layer; empty unless ``qk_clip.threshold`` is set."""
     spike: bool = False
     """The step was left out for its gradient norm, which ``spikes.sigma`` does not allow."""
 

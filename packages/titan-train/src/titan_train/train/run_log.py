@@ -71,6 +71,8 @@ class RunLog(Observer):
         self._compiled = True
         if result.layer_norms:
             self.event("groups", step, learning_rates=info.learning_rates, gradient_norms=result.layer_norms)
+        if result.attention_logits:
+            self.event("attention_logits", step, largest=result.attention_logits)
         if self._measure.found is not None:
             self._note_split(*self._measure.found)
         step_s, tokens = info.seconds, info.sequences * self._config.model.seq_len

@@ -37,6 +37,7 @@ from titan_train.observe.timing import StepTimer
 from titan_train.optim.schedule import drop_frozen_gradients
 from titan_train.optim.spikes import Spikes
 from titan_train.optim.update import can_update, update
+from titan_train.parallel.qk_clip import QKClip
 from titan_train.train.observer import StepResult
 from titan_train.train.reduce_scope import ReduceScope
 
@@ -53,6 +54,7 @@ class Execution(NamedTuple):
     counts: list[float]
     """Labels of the step, then the ranks that made each request."""
     layer_norms: dict[str, float]
+    attention_logits: dict[str, float]
     load: list[float]
     """How the experts were used, as `summed_routing` has it on the device."""
     updated: bool
@@ -73,6 +75,7 @@ class OptimizerStep:
         device: torch.device,
         timer: StepTimer,
         spikes: Spikes | None = None,
+        qk_clip: QKClip | None = None,
         rerun_above: float = 0.0,
         cudagraphs: bool = False,
     ) -> None:
@@ -86,12 +89,13 @@ class OptimizerStep:
             scope: Which sums this rank takes part in.
             device: Where the batches are.
             timer: Takes the time of forward, backward and optimizer.
+            qk_clip: Bounds attention logits; None does not measure them.
             spikes: Decides which steps have far too large a gradient; None leaves none out for that.
             rerun_above: Execute a step again whose loss is not finite, or above so many times the last ones' mean; 0 never.
             cudagraphs: Run forward and backward of all micro-batches as one CUDA graph.
         """
         self._timer = timer
-        self._spikes = spikes
+        self._spikes, self._qk_clip = spikes, qk_clip
         self._rerun = None
         if rerun_above:
             from titan_train.train.rerun import Rerun
@@ -149,6 +153,8 @@ class OptimizerStep:
         with self._timer.phase("optimizer"):
             if not skipped and not run.updated:
                 self._optimizer.step()
+            if self._qk_clip is not None:
+                self._qk_clip.clip() if not skipped else self._qk_clip.forget()
             if skipped:
                 for hook in map(fsdp.gradient_compression, self._model.parts):
                     if hook is not None:
@@ -164,6 +170,7 @@ class OptimizerStep:
             routing_statistics(routing),
             verdict,
             run.layer_norms,
+            run.attention_logits,
             spike,
         )
 
@@ -192,18 +199,21 @@ class OptimizerStep:
                 if self._spikes is not None:
                     left_out |= grad_norm > self._spikes.limit
                 update(self._optimizer, left_out.float())
+        logits = counts.new_empty(0) if self._qk_clip is None else self._qk_clip.share()
         self._load = summed_routing(self._model.parts, self._scope.tokens_group)
         # the one host sync: until here the host only queued work (of a pipeline, all but its ranks' last meeting)
         values = [
             torch.stack([sums[0], grad_norm, total]),
             counts,
             norms,
+            logits,
             *([] if self._load is None else [self._load]),
         ]
         read = iter(torch.cat([value.double() for value in values]).tolist())
         lists = [list(itertools.islice(read, value.numel())) for value in values]
-        (loss, norm, own), counted, by_layer, *load = lists
-        return Execution((loss, norm, own), counted, _named(by_layer), load[0] if load else [], updated)
+        (loss, norm, own), counted, by_layer, largest, *load = lists
+        named = {f"layers.{i}": logit for i, logit in enumerate(largest)}
+        return Execution((loss, norm, own), counted, _named(by_layer), named, load[0] if load else [], updated)
 
     def _execute_checked(
         self, rerun: "Rerun", batches: Sequence[TaskBatch], counts: Tensor, layer_norms: bool
@@ -215,6 +225,8 @@ class OptimizerStep:
         def again(lent: Sequence[TaskBatch]) -> tuple[float, float, float]:
             nonlocal run
             self._forget_gradients()
+            if self._qk_clip is not None:
+                self._qk_clip.forget()
             for part in self._model.parts:
                 forget_routing(part)
             run = self._execute(lent, counts, layer_norms)

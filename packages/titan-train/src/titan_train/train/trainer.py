@@ -22,6 +22,7 @@ from titan_train.parallel.apply import build_parallel_model
 from titan_train.parallel.describe import describe_layout, describe_options
 from titan_train.parallel.layout.degrees import explain_mode
 from titan_train.parallel.layout.run import RunPlan, plan_run
+from titan_train.parallel.qk_clip import LAYER, QKClip
 from titan_train.run_folder import keep_model, resolve_starts, run_folder, take_effect, with_kept_model
 from titan_train.task import Task, TaskInputs, load_task
 from titan_train.train.best import BestValidation, check_measured
@@ -169,6 +170,7 @@ class Trainer(TrainingLoop):
             scope=self._scope,
             device=self.device,
             timer=self.timer,
+            qk_clip=self._make_qk_clip(world_size),
             spikes=self._spikes if config.spikes.sigma else None,
             rerun_above=config.train.rerun_above,
             cudagraphs=config.compile.cudagraphs,
@@ -225,6 +227,21 @@ class Trainer(TrainingLoop):
             self.log.message(line, level=level)
         for line in describe_options(config, self.model):
             self.message(line)
+
+    def _make_qk_clip(self, world_size: int) -> QKClip | None:
+        threshold, mesh = self.config.qk_clip.threshold, self.mesh
+        if not threshold:
+            return None
+        numbers = [int(match[1]) for name in self.model.names if (match := LAYER.match(name))]
+        return QKClip(
+            self.model.parts,
+            threshold,
+            num_layers=max(numbers) + 1,
+            device=self.device,
+            tokens=mesh.group("loss") if mesh is not None and mesh.size("loss") > 1 else None,
+            context=mesh.group("cp") if mesh is not None and self.config.parallel.cp > 1 else None,
+            every_rank=world_size > 1,
+        )
 
     def _make_loader(self, batches: Batches, ramp: BatchRamp | None = None, *, steps: int | None = None) -> Loader:
         return build_loader(

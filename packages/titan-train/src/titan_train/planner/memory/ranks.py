@@ -218,7 +218,7 @@ class _Rank:
 
     def _state(self, stage: _Stage) -> float:
         """Bytes of optimizer state of one stage's shards."""
-        of_blocks, of_ends = self.config.optimizer.state_bytes
+        of_blocks, of_ends = self.config.state_bytes
         elements = stage.held.grads / 4
         return of_blocks * elements + (of_ends - of_blocks) * elements * stage.ends
 

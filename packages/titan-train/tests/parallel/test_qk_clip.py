@@ -1,0 +1,96 @@
+"""QK-clip against the plain formula: logits, and what clipping makes of them."""
+
+import pytest
+import torch
+from titan_train.config.model import ModelConfig
+from titan_train.models import build_model, init_for
+from titan_train.parallel.qk_clip import QKClip, attention_layers, check_qk_clip
+
+TOKENS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(1))
+DOCUMENTS = torch.tensor([[0, 9, 24, 24], [0, 5, 11, 24]], dtype=torch.int32)
+
+
+def built(name, **args):
+    model = build_model(ModelConfig(name=name, args=args, seq_len=32), vocab_size=None, device="cpu").double()
+    init = init_for(model)
+    with torch.no_grad():
+        for i, (fqn, parameter) in enumerate(model.named_parameters()):
+            init(fqn, parameter, torch.Generator().manual_seed(i))
+            if parameter.ndim == 2 and ".attention." in fqn:
+                parameter.mul_(8)
+            elif fqn.endswith("bias"):
+                parameter.normal_(generator=torch.Generator().manual_seed(i))
+    return model
+
+
+def plain_logits(model, cu_seqlens):
+    """By layer ``[H]``: of whole matrices with a mask, from what reaches the attention."""
+    found = {}
+
+    def keep(number):
+        def hook(_module, args):
+            q, k, _, context = args
+            k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+            scores = torch.einsum("bshd,bthd->bhst", q, k) / q.shape[-1] ** 0.5
+            positions = context.positions.expand(len(q), -1)
+            documents = (positions == 0).cumsum(-1)
+            seen = torch.ones(q.shape[1], q.shape[1]).tril().bool()
+            if cu_seqlens is not None:
+                seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+            found[number] = scores.masked_fill(~seen, -torch.inf).amax((0, 2, 3)).float()
+
+        return hook
+
+    hooks = [m.inner_attention.register_forward_pre_hook(keep(n)) for n, m in attention_layers([model])]
+    with torch.no_grad():
+        model.eval()(TOKENS, cu_seqlens=cu_seqlens)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("llama3_debug", {"num_layers": 1}),
+        ("gpt_debug", {"num_layers": 1}),
+        ("deepseek_debug", {"num_layers": 1, "q_lora_rank": 0}),
+        ("deepseek_debug", {"num_layers": 1, "q_lora_rank": 16}),
+    ],
+)
+def test_a_head_beyond_the_threshold_gives_the_threshold_for_the_same_tokens(name, args, packed, monkeypatch):
+    monkeypatch.setattr("titan_train.parallel.qk_clip._BLOCK_BYTES", 4 << 10)  # several blocks
+    model = built(name, **args)
+    documents = DOCUMENTS if packed else None
+    before = plain_logits(model, documents)[0]
+    threshold = float(before.sort().values[len(before) // 2 - 1 : len(before) // 2 + 1].mean())
+    clip = QKClip([model], threshold, num_layers=1, device=torch.device("cpu"))
+    model.train()
+    with torch.no_grad():
+        for row in range(2):  # micro-batches
+            model(TOKENS[row : row + 1], cu_seqlens=None if documents is None else documents[row : row + 1])
+    assert float(clip.share()) == pytest.approx(float(before.max()), rel=1e-6)
+    untouched = {n: p.clone() for n, p in model.named_parameters() if not any(w in n for w in ("wq", "wk"))}
+    clip.clip()
+    after = plain_logits(model, documents)[0]
+    torch.testing.assert_close(after, before.clamp(max=threshold), rtol=1e-5, atol=0)
+    assert all(torch.equal(dict(model.named_parameters())[n], p) for n, p in untouched.items())
+    weights = {n: p.clone() for n, p in model.named_parameters()}
+    clip.clip()  # nothing was measured since
+    assert all(torch.equal(weights[n], p) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("qwen3_debug", {}, "normalizes queries and keys by head"),
+        ("flux_tiny", {}, "has no attention whose queries and keys are known"),
+        ("llama3_debug", {"compiled": True}, "Set compile.enabled=false"),
+        ("llama3_debug", {"replicate_kv": True}, "parallel.replicate_kv=false"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_by_name(name, settings, message):
+    model = build_model(ModelConfig(name=name), vocab_size=None)
+    with pytest.raises(ValueError, match=message):
+        check_qk_clip(model, **{"compiled": False, "replicate_kv": False} | settings)
