@@ -11,7 +11,7 @@ import titan_testing
 
 # Ratchets: what a reader must open, and how deep. These numbers may only fall.
 STEP_MODULES = 58  # of titan-train, that importing its training step executes
-LONGEST_CHAIN = 21  # imports of titan-train, each of the next
+LONGEST_CHAIN = 20  # imports of titan-train, each of the next
 SMALLEST = 40  # lines of a module that is worth a file of its own
 SMALLER = {  # each stands alone for a reason, or waits to be folded in
     "titan_cp.methods.compiling",

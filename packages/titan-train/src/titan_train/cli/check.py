@@ -136,7 +136,7 @@ def _coordinates(arguments: argparse.Namespace, config: Config) -> int:
 
 
 def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
-    from titan_train.cli.run import check_start
+    from titan_train.launch.validate import check_start
     from titan_train.parallel.layout.batch import tokens_at_once
     from titan_train.parallel.layout.run import fit_warmup
     from titan_train.run_folder import run_folder, with_kept_model

@@ -32,19 +32,18 @@ from titan_train.cli.parser import CommandParser
 from titan_train.config import Config
 from titan_train.launch.job import Attempt, Launcher
 from titan_train.launch.rank.device import set_cuda_defaults
-from titan_train.launch.rank.environment import check_environment, check_meeting_place
+from titan_train.launch.rank.environment import check_meeting_place
 from titan_train.launch.rank.failure import clear_failures, first_failure
-from titan_train.launch.rank.info import count_gpus, device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
-from titan_train.observe import RunInfo, check_trackers, read_run_info
+from titan_train.launch.rank.info import device_type, ranks_from_torchrun, ranks_per_node, under_torchrun
+from titan_train.launch.validate import check_start
+from titan_train.observe import RunInfo, read_run_info
 from titan_train.observe.run_info import stopped_early
 from titan_train.parallel.layout.degrees import check_placement
-from titan_train.parallel.layout.run import RunPlan, plan_run
 from titan_train.run_folder import (
     TAKEN_OVER,
     Lease,
     LeaseLostError,
     changes,
-    check_run_folder,
     discard,
     newest_checkpoint,
     run_folder,
@@ -54,7 +53,6 @@ from titan_train.run_folder import (
     staged_rewind,
 )
 from titan_train.task import Task, load_task, task_name
-from titan_train.train.best import check_measured
 from titan_train.trust import CodeRecord, admit_own_code, remember_code
 
 if TYPE_CHECKING:
@@ -104,28 +102,6 @@ class _Run:
     world_size: int
     resume_step: int | None = None
     """A step to go back to."""
-
-
-def check_start(config: Config, world_size: int) -> RunPlan:
-    """What `run` and `check` refuse before any rank starts: layout, trackers, the run's folder, this process's environment.
-
-    Returns:
-        The plan of the layout.
-
-    Raises:
-        ValueError: The run could not start; the message says why and what to do.
-    """
-    check_environment(cuda=config.launch.device != "cpu" and count_gpus() > 0)
-    plan = plan_run(config, world_size)
-    if config.launch.elastic and config.launch.min_ranks > world_size:
-        raise ValueError(
-            f"launch.min_ranks={config.launch.min_ranks} is more than the {world_size} ranks of this run. The nearest valid "
-            f"choice is {world_size}."
-        )
-    check_measured(config)
-    check_trackers(config.metrics)
-    check_run_folder(run_folder(config))
-    return plan
 
 
 def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_step: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What `titan-train check` and `titan-train run` refuse of a model, before the run's folder exists: one list.
+"""What `titan-train check` and `titan-train run` refuse before the run's folder exists: one list.
 
 The model is built on the meta device, which needs torch. The command line does not import torch, so this runs in a
 process forked from the server that has.
@@ -14,6 +14,37 @@ from titan_train.config.published import RUN
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from titan_train.parallel.layout.run import RunPlan
+
+
+def check_start(config: Config, world_size: int) -> "RunPlan":
+    """What `run` and `check` refuse before any rank starts: layout, trackers, the run's folder, this process's environment.
+
+    Returns:
+        The plan of the layout.
+
+    Raises:
+        ValueError: The run could not start; the message says why and what to do.
+    """
+    from titan_train.launch.rank.environment import check_environment
+    from titan_train.launch.rank.info import count_gpus
+    from titan_train.observe import check_trackers
+    from titan_train.parallel.layout.run import plan_run
+    from titan_train.run_folder import check_run_folder, run_folder
+    from titan_train.train.best import check_measured
+
+    check_environment(cuda=config.launch.device != "cpu" and count_gpus() > 0)
+    plan = plan_run(config, world_size)
+    if config.launch.elastic and config.launch.min_ranks > world_size:
+        raise ValueError(
+            f"launch.min_ranks={config.launch.min_ranks} is more than the {world_size} ranks of this run. The nearest valid "
+            f"choice is {world_size}."
+        )
+    check_measured(config)
+    check_trackers(config.metrics)
+    check_run_folder(run_folder(config))
+    return plan
 
 
 def validate(config: Config, world_size: int) -> "nn.Module":
