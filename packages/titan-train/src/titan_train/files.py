@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import tomllib
+from importlib import resources
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,24 @@ def write_atomic(path: Path, content: str | bytes, *, sync: bool = False) -> Non
         if isinstance(err, OSError):
             err.filename = str(path)  # what was to be written, not the temporary name
         raise
+
+
+SHIPPED = "shipped:"
+
+
+def local_path(given: str) -> Path:
+    """The file or folder that a setting names: ``shipped:NAME`` is in this package; ``hf:`` is dropped."""
+    given = given.removeprefix("hf:")
+    if given.startswith(SHIPPED):
+        return Path(str(resources.files("titan_train") / "configs" / given.removeprefix(SHIPPED)))
+    return Path(given).expanduser()
+
+
+def download_hint(given: str) -> str:
+    """How to get a folder that is not here, if it may be a repository of the Hugging Face hub; else nothing."""
+    name = given.removeprefix("hf:")
+    if not given.startswith("hf:") or re.fullmatch(r"(datasets/)?[\w.-]+/[\w.-]+", name, re.ASCII) is None:
+        return ""
+    return (
+        f" To load it from the Hugging Face hub: titan-train data download hf:{name} --out {name}; or pass --download."
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
 from titan_train.data import DataLoader, MalformedInputError, build_chat_template, build_datasets
-from titan_train.data.sources.chat import Conversations, encode_conversation
+from titan_train.data.sources.chat import Conversations, encode_conversation, messages_of
 from titan_train.tokenizers import ByteTokenizer, ChatTemplate, HfTokenizer
 from titan_train.tokenizers.chat_template import BUILT_IN
 
@@ -205,3 +205,44 @@ def test_another_template_makes_other_shards(tmp_path):
     first = datasets(source, tmp_path)
     second = datasets(source, tmp_path, config=TokenizerConfig(kind="bytes", chat_template="chatml"))
     assert first.fingerprint != second.fingerprint
+
+
+FORMS = {
+    "messages": lambda q, a: {"messages": talk(q, a)},
+    "sharegpt": lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
+    "prompt and completion": lambda q, a: {"prompt": q, "completion": a},
+    "lists of messages": lambda q, a: {"prompt": talk(q), "completion": [{"role": "assistant", "content": a}]},
+    "alpaca": lambda q, a: {"instruction": q, "input": "", "output": a},
+}
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_records_of_every_usual_form_become_the_same_conversations(form, table, tmp_path):
+    rows = [FORMS[form](q, a) for q, a in (("Hi", "Hello é"), ("Who?", "Me 👋"))]
+    source = SourceConfig(name="chats", kind="jsonl", paths=(str(tmp_path / "chats.jsonl"),), messages_key="auto")
+    if table:
+        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "chats.parquet")
+        source = replace(source, kind="parquet", paths=(str(tmp_path / "chats.parquet"),))
+    else:
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    want = write_chats(tmp_path / "want.jsonl", [talk("Hi", "Hello é"), talk("Who?", "Me 👋")])
+    got, expected = (
+        datasets(which, tmp_path / str(number), seq_len=128).rows(np.arange(1, dtype=np.int64))
+        for number, which in enumerate((source, want))
+    )
+    assert got[0].tokens.tolist() == expected[0].tokens.tolist()
+    assert got[0].learned.tolist() == expected[0].learned.tolist()
+
+
+def test_the_input_of_alpaca_stands_below_its_instruction_and_other_records_are_named():
+    record = {"instruction": "Add.", "input": "2 3", "output": "5", "system": "Be short."}
+    assert messages_of(record) == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Add.\n\n2 3"},
+        {"role": "assistant", "content": "5"},
+    ]
+    with pytest.raises(ValueError, match=r"instruction and output; it has \['question', 'reply'\]"):
+        messages_of({"question": "a", "reply": "b"})

@@ -34,14 +34,14 @@ NEEDED = {
 }  # fmt: skip
 
 
-def titan(hub, *words, home):
+def titan(hub, *words, home, command=("data", "download"), cwd=None):
     """The command in a process of its own: the hub's library reads its environment when it is imported."""
     environment = os.environ | {
         "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DOWNLOAD_TIMEOUT": "5", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
     return subprocess.run(
-        [sys.executable, "-m", "titan_train", "data", "download", *map(str, words)],
+        [sys.executable, "-m", "titan_train", *command, *map(str, words)], cwd=cwd,
         env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -178,3 +178,15 @@ def test_weights_only_as_pickles_and_empty_repositories_are_refused():
         choose_data_files(files("a.csv"), [])
     with pytest.raises(ValueError, match="matches no file"):
         choose_data_files(files("a.parquet"), ["b*"])
+
+
+def test_a_configuration_loads_what_it_names_and_says_how_where_it_may_not(hub, tmp_path):
+    chats = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40)]
+    hub.files = {"chats.jsonl": "".join(json.dumps(row) + "\n" for row in chats).encode()}
+    words = ["sft", "--data.sources.0.paths", "hf:datasets/org/name"]
+    told = titan(hub, *words, home=tmp_path / "home", command=("data", "prepare"), cwd=tmp_path)
+    assert told.returncode == 2
+    assert "titan-train data download hf:datasets/org/name --out datasets/org/name" in told.stderr
+    done = titan(hub, *words, "--download", home=tmp_path / "home", command=("data", "prepare"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "datasets/org/name/chats.jsonl").is_file()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 COMMANDS = {
     "run": "train: start ranks here, on several machines or on Ray, and restart them after failures",
     "check": "validate a configuration; layout, memory and speed without training, on any number of devices",
+    "init": "write a commented configuration to begin with: pretrain, continue, sft, lora or diffusion",
     "plan": "search layouts of a model on a number of devices; show the best and why",
     "plan calibrate": "fit the planner to your own runs",
     "data prepare": "train the tokenizer and tokenize the corpus ahead of a run",

@@ -17,6 +17,7 @@ from titan_train.values import did_you_mean
 
 if TYPE_CHECKING:
     from titan_train.config import Config
+    from titan_train.hub.choose import Part
 
 _RENAMED = dict.fromkeys(("--gpus", "--gpu", "--world", "--nproc"), "--devices")
 
@@ -26,10 +27,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(prog=prog, description=description, formatter_class=_Formatter, allow_abbrev=False)
+        self._download = False
 
     def add_config(self) -> None:
-        """Add what every command on a configuration takes: its name."""
+        """Add what every command on a configuration takes: its name, and ``--download``."""
         self.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped configuration")
+        loads = "load each hf:ORG/NAME that it names and that is not here from the Hugging Face hub, into ORG/NAME"
+        self.add_argument("--download", action="store_true", help=loads)
 
     def add_code(self, help: str = "folder or package that holds the model's own module; may be repeated") -> None:
         """Add ``--code``."""
@@ -102,7 +106,9 @@ class CommandParser(argparse.ArgumentParser):
 
             print(f"{self.format_help()}\n{settings_help(self.read_config(own[0], settings))}")
             self.exit()
-        return self.parse_args(own), settings
+        arguments = self.parse_args(own)
+        self._download = getattr(arguments, "download", False)
+        return arguments, settings
 
     def read_config(self, name: str, settings: Sequence[str]) -> "Config":
         """Load a configuration with the settings of the command line.
@@ -116,7 +122,18 @@ class CommandParser(argparse.ArgumentParser):
             if os.environ.get("RANK", "0") == "0":  # under torchrun every rank reads the configuration
                 print(f"init     {taken}", file=sys.stderr)
 
-        return load_config(name, settings, also=self.options(), note=note)
+        fetch = _fetch if self._download else None
+        return load_config(name, settings, also=self.options(), note=note, fetch=fetch)
+
+
+def _fetch(key: str, repository: str) -> None:
+    """Load a repository of the hub into the folder of its name."""
+    from titan_train.hub import download
+
+    parts: dict[str, tuple[Part, ...]] = {"tokenizer.path": ("tokenizer",), "model.name": ("config", "tokenizer")}
+    wanted = parts.get(key, ("weights", "tokenizer", "config"))
+    out = repository.removeprefix("hf:")
+    download(repository, out, parts=wanted, tell=lambda text: print(f"download {text}", file=sys.stderr))
 
 
 def integer(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:

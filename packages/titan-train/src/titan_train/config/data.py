@@ -17,6 +17,8 @@ TEXT_KINDS = ("stdlib", "text", "jsonl", "parquet", "arrow")
 """Kinds of source that hold text."""
 RECORD_KINDS = ("jsonl", "parquet", "arrow")
 """Kinds whose files hold records with keys."""
+AUTO_MESSAGES = "auto"
+"""``messages_key`` of records that tell their form by their own keys."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -44,7 +46,8 @@ class SourceConfig:
 
     messages_key: str = ""
     """Key or column that holds a list of chat messages, such as "messages"; given, every record is a conversation, written
-    by the chat template, and only what the assistant wrote is learned."""
+    by the chat template, and only what the assistant wrote is learned. auto takes what each record has: messages, conversations
+    (ShareGPT), prompt and completion, or instruction, input and output (Alpaca)."""
 
     packing: Literal["auto", "cut", "whole"] = "auto"
     """cut (documents run on from sample to sample), whole (no document is cut that fits into a sample; the rest of the

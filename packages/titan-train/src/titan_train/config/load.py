@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from titan_train.config.elsewhere import here_it_is
 from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error
-from titan_train.config.published import with_published
+from titan_train.config.published import missing_repositories, with_published
 from titan_train.config.schema import Config
 from titan_train.config.words import Setting, merge_settings, read_keywords, read_words
 from titan_train.files import read_toml
@@ -34,6 +34,7 @@ def load_config(
     *,
     also: Sequence[str] = (),
     note: Callable[[str], None] | None = None,
+    fetch: Callable[[str, str], None] | None = None,
     **settings: Any,
 ) -> Config:
     """Load a configuration file and apply settings, as words of a command line or as keywords.
@@ -48,6 +49,8 @@ def load_config(
             the parallel degrees at once. `titan_train.config.words` shows all forms.
         also: Options that the calling command has besides settings, for the hint after a misspelt one.
         note: Called with one line that says what `model.init` has set.
+        fetch: Called with the key and ``hf:ORG/NAME`` for each model, tokenizer and data set of a hub that is not here yet; it
+            loads it into the folder ``ORG/NAME``.
         settings: A section as a table of its keys, or one setting by its dotted name; over ``overrides``. Paths may be
             `pathlib.Path`, lists may be tuples.
 
@@ -60,6 +63,8 @@ def load_config(
         typing.cast("dict[str, Any]", run).setdefault("name", path.stem)
     given = [*read_words(overrides, Config, also), *read_keywords(settings, Config)]
     merged = merge_settings(tree, given, _defaults()) if given else tree
+    for key, repository in missing_repositories(merged) if fetch is not None else ():
+        fetch(key, repository)
     merged, taken = with_published(merged)
     if taken and note is not None:
         note(taken)

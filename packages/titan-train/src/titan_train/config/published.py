@@ -8,11 +8,11 @@ user set stays as it is; where it contradicts the folder, `titan_train.train.war
 A run that resumes after its folder has gone takes both from what it was started with. No torch is imported.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.files import read_toml
+from titan_train.files import download_hint, local_path, read_toml
 from titan_train.models.family import Family
 from titan_train.models.hf.folder import PREFIX, folder_of, read_published
 from titan_train.models.registry import families, find_model, list_models
@@ -58,6 +58,26 @@ def split_start(start: str) -> tuple[Path, str]:
     if not folder or not (step == "best" or step.isdecimal()) or Path(start).expanduser().is_dir():
         folder, step = start, ""
     return Path(folder).expanduser(), step
+
+
+def missing_repositories(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys and values of a configuration that name a repository of the Hugging Face hub which has no folder here."""
+    model, tokenizer, data = (_table(tree, name) or {} for name in ("model", "tokenizer", "data"))
+    named = [
+        ("model.init", model.get("init")),
+        ("model.name", model.get("name")),
+        ("tokenizer.path", tokenizer.get("path")),
+    ]
+    sources = data.get("sources")
+    for source in cast("list[Any]", sources) if isinstance(sources, list) else []:
+        named += [
+            ("data.sources.paths", path) for path in _strings(source.get("paths") if isinstance(source, dict) else None)
+        ]
+    seen: set[str] = set()
+    for key, value in named:
+        if isinstance(value, str) and value not in seen and download_hint(value) and not local_path(value).exists():
+            seen.add(value)
+            yield key, value
 
 
 def published_tokenizer(folder: Path) -> dict[str, str]:

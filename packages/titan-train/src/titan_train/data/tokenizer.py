@@ -9,7 +9,7 @@ from titan_train.data.progress import ProgressCallback
 from titan_train.data.sources.document import held_out_fraction
 from titan_train.data.sources.documents import list_files
 from titan_train.data.sources.texts import training_texts
-from titan_train.files import read_bytes, read_text
+from titan_train.files import download_hint, local_path, read_bytes, read_text
 from titan_train.tokenizers import (
     ByteTokenizer,
     ChatTemplate,
@@ -77,7 +77,9 @@ def build_chat_template(config: TokenizerConfig, tokenizer: Tokenizer) -> ChatTe
 
 
 def _load(config: TokenizerConfig) -> Tokenizer:
-    path = Path(config.path).expanduser()
+    path = local_path(config.path)
+    if hint := download_hint(config.path) if not path.exists() else "":
+        raise ValueError(f"tokenizer.path={config.path!r}: there is no folder {path}.{hint}")
     if config.kind == "tiktoken" and path.is_file():
         return TiktokenTokenizer(
             read_bytes(path),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_train.config import Config, parse_config
-from titan_train.files import read_bytes, read_toml, write_atomic
+from titan_train.files import local_path, read_bytes, read_toml, write_atomic
 
 _HF = "hf:"
 _MODEL = "model"
@@ -51,7 +51,7 @@ def with_kept_model(config: Config, run_dir: Path) -> Config:
     kept = run_dir / _MODEL / "config.json"
     if not name.startswith(_HF) or not kept.is_file() or newest_checkpoint(run_dir) is None:
         return config
-    file = Path(name.removeprefix(_HF)).expanduser() / "config.json"
+    file = local_path(name) / "config.json"
     if file.is_file() and read_bytes(file) != read_bytes(kept):
         raise ValueError(
             f"model.name={name!r}: {file} is not what this run was started with ({kept}). Bring the file back, or choose "
@@ -63,7 +63,7 @@ def with_kept_model(config: Config, run_dir: Path) -> Config:
 def keep_model(config: Config, run_dir: Path) -> None:
     """Keep ``config.json`` of ``model.name = "hf:DIR"`` in the run's folder, so that the run can do without DIR."""
     if config.model.name.startswith(_HF):
-        file = Path(config.model.name.removeprefix(_HF)).expanduser() / "config.json"
+        file = local_path(config.model.name) / "config.json"
         kept = run_dir / _MODEL / "config.json"
         if file.resolve() != kept.resolve():
             kept.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,8 @@
 A message is an object with ``role`` and ``content`` (or ``from`` and ``value``, with the roles human and gpt). Its other
 fields are given to the template, as is the record's list of ``tools``.
 
+`messages_of` finds the messages of records in other forms.
+
 A message whose content names a special token is refused: the template's text would end the turn there, and what follows
 would pass for another speaker's words.
 """
@@ -22,6 +24,37 @@ from titan_train.tokenizers.chat_template import check_message_text
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 
 StoredTokens = npt.NDArray[np.int32]
+
+
+def messages_of(record: Any) -> Any:
+    """The messages of a record whose form its own keys tell: ``messages_key = "auto"``.
+
+    ``messages`` or ``conversations`` (ShareGPT) are lists of messages; ``prompt`` and ``completion``, texts or lists of
+    messages; ``instruction``, ``input`` and ``output`` (Alpaca) one question, with the input below the instruction.
+
+    Raises:
+        ValueError: It has none of these forms.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"the record is {type(record).__name__}, not an object")
+    held = {str(key): value for key, value in cast("dict[Any, Any]", record).items() if value is not None}
+    for key in ("messages", "conversations"):
+        if key in held:
+            return held[key]
+    for question, answer in (("prompt", "completion"), ("instruction", "output")):
+        if question in held and answer in held:
+            asked = held[question]
+            if question == "instruction" and held.get("input"):
+                asked = f"{asked}\n\n{held['input']}"
+            before = [{"role": "system", "content": held["system"]}] if held.get("system") else []
+            return [*before, *_said("user", asked), *_said("assistant", held[answer])]
+    raise ValueError(
+        f"has none of messages, conversations, prompt and completion, or instruction and output; it has {sorted(held)[:12]}"
+    )
+
+
+def _said(role: str, content: Any) -> list[Any]:
+    return cast("list[Any]", content) if isinstance(content, list) else [{"role": role, "content": content}]
 
 
 class Conversations:

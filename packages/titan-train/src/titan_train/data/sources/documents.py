@@ -19,6 +19,8 @@ from titan_train.data.sources.files import DamagedFileError, FileReader
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document, oversize
 from titan_train.data.sources.tables import read_rows, saved_dataset_files
+from titan_train.files import download_hint, local_path
+from titan_train.hub.download import RECORD_NAME
 from titan_train.values import nearest_name
 
 # Folders of the standard library that are tests of it, tools with their own data, or not part of it.
@@ -98,7 +100,7 @@ def _stdlib_files() -> list[CorpusFile]:
 
 
 def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
-    path = Path(given).expanduser()
+    path = local_path(given)
     if path.is_file():
         return [CorpusFile(path, path.name)]
     if path.is_dir() and source.kind == "arrow" and (saved := saved_dataset_files(path)) is not None:
@@ -106,6 +108,7 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
     if path.is_dir():
         suffixes = _SUFFIXES.get(source.kind, _TEXT_SUFFIXES)
         found = [p for p in path.rglob("*") if p.is_file() and _plain_suffix(p) in suffixes]
+        found = [p for p in found if p.name != RECORD_NAME]  # of `titan-train data download`
         return sorted((CorpusFile(p, p.relative_to(path).as_posix()) for p in found), key=lambda f: f.name)
     if any(mark in given for mark in "*?["):
         root = Path(path.anchor) if path.is_absolute() else Path()
@@ -118,7 +121,9 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
             f"data.sources[{source.name!r}].paths: {given!r} is a pipe or a device, and sources are read several times. Write "
             "it to a file first."
         )
-    raise ValueError(f"data.sources[{source.name!r}].paths: {given!r} does not exist.{_nearest(path)}")
+    raise ValueError(
+        f"data.sources[{source.name!r}].paths: {given!r} does not exist.{download_hint(given) or _nearest(path)}"
+    )
 
 
 def _nearest(path: Path) -> str:

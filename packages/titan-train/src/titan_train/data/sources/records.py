@@ -3,7 +3,8 @@
 from typing import Any
 
 from titan_train.config import SourceConfig
-from titan_train.data.sources.chat import Conversations
+from titan_train.config.data import AUTO_MESSAGES
+from titan_train.data.sources.chat import Conversations, messages_of
 from titan_train.data.sources.document import CorpusFile, Document
 from titan_train.data.sources.malformed import BadDocument, BadKind
 
@@ -35,7 +36,13 @@ def as_document(
 
     key = source.messages_key or source.text_key
     value = record
-    for part in [key] if isinstance(record, dict) and key in record else key.split("."):
+    if source.messages_key == AUTO_MESSAGES:
+        try:
+            value = messages_of(record)
+        except ValueError as err:
+            return bad("bad_chat", str(err))
+        key = ""
+    for part in [] if not key else [key] if isinstance(record, dict) and key in record else key.split("."):
         if not isinstance(value, dict) or part not in value:
             return bad("missing_text", f"no key {key!r}")
         value = value[part]
@@ -45,7 +52,7 @@ def as_document(
         except UnicodeEncodeError as err:
             return bad("invalid_utf8", f"a lone surrogate, \\u{ord(err.object[err.start]):04x}, is not a character")
         except ValueError as err:
-            return bad("bad_chat", f"{key!r}: {err}")
+            return bad("bad_chat", f"{source.messages_key!r}: {err}")
     if not isinstance(value, str):
         return bad("missing_text", f"{key!r} is {type(value).__name__}, not a string")
     if not value:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.config import SourceConfig
+from titan_train.config.data import AUTO_MESSAGES
 from titan_train.data.sources.chat import Conversations
 from titan_train.data.sources.document import CorpusFile, Document
 from titan_train.data.sources.files import FileReader
@@ -120,6 +121,8 @@ def _arrow(path: Path, source: SourceConfig, skip: int) -> Iterator[Any]:
 
 
 def _columns(path: Path, source: SourceConfig, present: list[str]) -> list[str]:
+    if source.messages_key == AUTO_MESSAGES:
+        return present
     key = source.messages_key or source.text_key
     column = key if key in present else key.split(".")[0]
     if column not in present:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.files import read_text, refuse_link_out
+from titan_train.files import download_hint, local_path, read_text, refuse_link_out
 from titan_train.values import did_you_mean
 
 PREFIX = "hf:"
@@ -15,7 +15,7 @@ _NOT_IN_JSON = ("Infinity", "-Infinity", "NaN")
 
 def folder_of(name: str) -> Path:
     """The folder that ``"hf:DIR"`` names."""
-    return Path(name.removeprefix(PREFIX)).expanduser()
+    return local_path(name)
 
 
 def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
@@ -30,7 +30,9 @@ def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
     """
     file = folder_of(name) / "config.json"
     if not file.is_file():
-        raise ValueError(f"{key}={name!r}: {file} does not exist. Name a complete folder of Hugging Face.")
+        raise ValueError(
+            f"{key}={name!r}: {file} does not exist. Name a complete folder of Hugging Face.{download_hint(name)}"
+        )
     refuse_link_out(file)
     try:
         content: Any = json.loads(read_text(file))
