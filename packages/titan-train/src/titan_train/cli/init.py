@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 
 from titan_train.cli.parser import CommandParser
+from titan_train.files import download_hint
 
 _SHIPPED = {"pretrain": "quickstart", "continue": "continue", "sft": "sft", "lora": "lora", "diffusion": "flux_shapes"}
 _RATES = {"continue": "1e-5", "sft": "1e-5", "lora": "2e-4"}
@@ -28,7 +29,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     parser.add_argument("kind", choices=tuple(_SHIPPED), help="what to begin with")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the file to write (default: KIND.toml)")
     weights = "of continue, sft and lora: where the weights come from; its tokenizer is taken too"
-    parser.add_argument("--model", metavar="hf:ORG/NAME|hf:DIR", help=weights)
+    parser.add_argument("--model", metavar="hf:ORG/NAME|hf:DIR|run:DIR", help=weights)
     text = "of continue, sft and lora: your files; hf:datasets/ORG/NAME is a data set of the hub"
     parser.add_argument("--data", metavar="GLOB", help=text)
     arguments = parser.parse_args(words)
@@ -37,7 +38,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     if out.exists():
         raise ValueError(f"{out} exists. Name another file with --out.")
     out.write_text(content, encoding="utf-8")
-    fetched = " --download" if arguments.model or (arguments.data or "").startswith("hf:") else ""
+    fetched = " --download" if any(download_hint(given or "") for given in (arguments.model, arguments.data)) else ""
     print(f"wrote {out}")
     print(f"next: titan-train check {out}{fetched}")
     print(f"      titan-train run {out}{fetched}")
@@ -49,7 +50,7 @@ def starting_point(kind: str, *, model: str | None = None, data: str | None = No
 
     Args:
         kind: A key of the list above.
-        model: ``hf:ORG/NAME`` or ``hf:DIR``; None leaves the model that only serves to try.
+        model: ``hf:ORG/NAME``, ``hf:DIR`` or ``run:DIR``; None leaves the model that only serves to try.
         data: Files, a folder, a glob or ``hf:datasets/ORG/NAME``; None leaves what is shipped.
 
     Raises:
@@ -63,8 +64,10 @@ def starting_point(kind: str, *, model: str | None = None, data: str | None = No
             f"{option} is for continue, sft and lora: edit the file that `titan-train init {kind}` writes."
         )
     if model is not None:
-        if not model.startswith("hf:") or model == "hf:":
-            raise ValueError(f"--model {model!r} must be hf:ORG/NAME, or hf:DIR for a folder.")
+        forms = ("hf:",) if kind == "lora" else ("hf:", "run:")
+        if not model.startswith(forms) or model in forms:
+            more = "" if kind == "lora" else ", or run:DIR for a run of yours"
+            raise ValueError(f"--model {model!r} must be hf:ORG/NAME, hf:DIR for a folder{more}.")
         weights = f"init = {json.dumps(model)}\n"
         named = f"name = {json.dumps(model)}\n" if kind == "lora" else ""
         text = _changed(r'^name = "[^\n]*\n# init = [^\n]*\n', named + weights, text)

@@ -63,8 +63,9 @@ def load_config(
         typing.cast("dict[str, Any]", run).setdefault("name", path.stem)
     given = [*read_words(overrides, Config, also), *read_keywords(settings, Config)]
     merged = merge_settings(tree, given, _defaults()) if given else tree
-    for key, repository in missing_repositories(merged) if fetch is not None else ():
-        fetch(key, repository)
+    if fetch is not None:
+        for key, repository in missing_repositories(merged):
+            fetch(key, repository)
     merged, taken = with_published(merged)
     if taken and note is not None:
         note(taken)
