@@ -1,7 +1,8 @@
 """How fast does text become training windows, beside Hugging Face datasets + tokenizers at identical ids?
 
 Question. Tokens per second from zstandard JSON lines to int64 windows of `seq_len + 1`: titan-train on the fly,
-titan-train into shards, and Hugging Face `datasets` streaming + `tokenizers`; and from shards to training batches.
+titan-train into shards, and Hugging Face `datasets` streaming + `tokenizers`. What reads tokens that are stored already is
+compared in `benchmarks/peers/windows.py`.
 
 Method. The corpus is the source text of the Python standard library. One byte-level BPE vocabulary is trained with
 `tokenizers` and its merges are run by both sides; before anything is timed, every document's ids are compared, and
@@ -38,7 +39,7 @@ from typing import Any
 import numpy as np
 import zstandard
 from titan_train.config import DataConfig, SourceConfig
-from titan_train.data import DataLoader, build_datasets, prepare, stream_windows
+from titan_train.data import build_datasets, prepare, stream_windows
 from titan_train.data.sources.document import Document
 from titan_train.data.sources.documents import list_files, read_documents
 from titan_train.data.sources.files import FileReader
@@ -178,19 +179,12 @@ def measure(
         prepare(config, ours, cache_dir=cache)
         return build_datasets(config, ours, seq_len=seq_len, seed=0, cache_dir=cache)[0].num_tokens
 
-    train, _ = build_datasets(config, ours, seq_len=seq_len, seed=0, cache_dir=work / "read")
-
-    def from_shards() -> int:
-        loader = DataLoader(train, global_batch=8, microbatch=8, prefetch=0, steps=2000)
-        return sum(batch.tokens.numel() for batch in loader)
-
     paths: dict[str, Callable[[], int]] = {
         "hugging_face_one_by_one": windows_of(hugging_face(batched=False)),
         "hugging_face_batched": windows_of(hugging_face(batched=True)),
         "on_the_fly_1_thread": windows_of(on_the_fly(1)),
         "on_the_fly_all_cores": windows_of(on_the_fly(cores)),
         "text_into_shards": into_shards,
-        "shards_to_batches_1_thread": from_shards,
     }
     wall: dict[str, list[float]] = {name: [] for name in paths}
     processor: dict[str, list[float]] = {name: [] for name in paths}
@@ -211,7 +205,7 @@ def summary(wall: dict[str, list[float]], processor: dict[str, list[float]]) -> 
         rounds = zip(rates[path], rates["hugging_face_one_by_one"], rates["hugging_face_batched"], strict=True)
         return statistics.median(mine / max(one, batched) for mine, one, batched in rounds)
 
-    compared = ("on_the_fly_1_thread", "on_the_fly_all_cores", "text_into_shards", "shards_to_batches_1_thread")
+    compared = ("on_the_fly_1_thread", "on_the_fly_all_cores", "text_into_shards")
     return {
         "tokens_per_s": {name: statistics.median(rates) for name, rates in wall.items()},
         "tokens_per_s_min_max": {name: [min(rates), max(rates)] for name, rates in wall.items()},

@@ -1,0 +1,108 @@
+"""Tokenized windows to training batches: shards of ours, Arrow of Hugging Face datasets, and a memory map.
+
+Method: the same tokens (uint16) are stored three ways. Each turn makes ``--batches`` batches of 8 x 2048 int64 inputs and
+labels as tensors on one thread, in shuffled order. Ours also give positions that restart at each document, document
+boundaries and labels masked where documents meet; the others give tokens alone, and ``memmap, positions and boundaries``
+does by hand what ours do. The sum of all inputs of one pass must be the same.
+
+Limits: warm page cache, one thread, no prefetch.
+
+    python benchmarks/peers/windows.py
+"""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import turns
+
+SEQ_LEN, ROWS, EOS = 2048, 8, 0
+
+
+def main() -> None:
+    """Measure and print."""
+    turns.with_peers("datasets")
+    made = turns.parser(__doc__ or "", rounds=12)
+    made.add_argument("--batches", type=int, default=300)
+    options = made.parse_args()
+    turns.wait_until_idle(options)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(Path(folder), options)
+
+
+def measure(folder: Path, options) -> None:
+    """Build the three stores, compare one pass, take turns."""
+    import datasets
+    from titan_train.data import DataLoader
+    from titan_train.data.loader.packed import PackedDataset
+
+    datasets.disable_progress_bars()
+    windows = ROWS * options.batches
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, 32000, windows * SEQ_LEN + 1).astype(np.uint16)
+    ends = np.cumsum(rng.integers(50, 3000, windows * 2))
+    ends = ends[ends < tokens.size]
+    tokens[ends - 1] = EOS
+    tokens.tofile(folder / "tokens.bin")
+    stored = np.memmap(folder / "tokens.bin", dtype=np.uint16, mode="r")
+
+    class Stored:
+        num_tokens, fingerprint = stored.size, "the same"
+
+        def window(self, start, n):
+            return stored[start : start + n]
+
+        def document_starts(self, start, n):
+            low, high = np.searchsorted(ends, (start + 1, start + n))
+            return ends[low:high] - start
+
+    ours = PackedDataset({"a": Stored()}, seq_len=SEQ_LEN, seed=0)
+    rows = np.stack([tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(windows)])
+    features = datasets.Features({"ids": datasets.List(datasets.Value("uint16"), length=SEQ_LEN + 1)})
+    datasets.Dataset.from_dict({"ids": rows}, features=features).save_to_disk(folder / "arrow")
+    arrow = datasets.load_from_disk(folder / "arrow").with_format("numpy")
+    order = rng.permutation(windows).reshape(-1, ROWS)
+
+    def titan():
+        loader = DataLoader(ours, global_batch=ROWS, microbatch=ROWS, prefetch=0, steps=options.batches)
+        return sum(int(batch.tokens[0, 0]) for batch in loader)
+
+    def batches(kind):
+        for chosen in order:
+            if kind == "arrow":
+                whole = torch.from_numpy(arrow[chosen]["ids"].astype(np.int64))
+            else:
+                whole = torch.from_numpy(
+                    np.stack([stored[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in chosen]).astype(np.int64)
+                )
+            inputs, labels = whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+            if kind == "by hand":
+                yield inputs, labels, *by_hand(inputs, labels)
+            else:
+                yield inputs, labels
+
+    def by_hand(inputs, labels):
+        ended = inputs == EOS
+        place = torch.arange(SEQ_LEN).expand_as(inputs)
+        starts = torch.where(ended, place + 1, 0)
+        starts = torch.cummax(torch.nn.functional.pad(starts, (1, 0))[:, :-1], dim=1).values
+        bounds = [torch.nonzero(row).flatten() + 1 for row in ended]
+        labels[ended] = -100
+        return place - starts, torch.nn.utils.rnn.pad_sequence(bounds, batch_first=True, padding_value=SEQ_LEN)
+
+    sums = {kind: sum(int(b[0].sum()) for b in batches(kind)) for kind in ("arrow", "memmap", "by hand")}
+    loader = DataLoader(ours, global_batch=ROWS, microbatch=ROWS, prefetch=0, steps=options.batches)
+    sums["titan"] = sum(int(batch.tokens.sum()) for batch in loader)
+    if len(set(sums.values())) > 1:
+        raise SystemExit(f"the windows differ, so there is nothing to compare: {sums}")
+    contestants = {"titan-train": turns.timed(titan)} | {
+        name: turns.timed(lambda kind=kind: sum(int(b[0][0, 0]) for b in batches(kind)))
+        for name, kind in (("datasets, Arrow", "arrow"), ("memmap", "memmap"), ("memmap, by hand", "by hand"))
+    }
+    turns.compare("peers_windows", contestants, options, {"tokens": windows * SEQ_LEN})
+
+
+if __name__ == "__main__":
+    main()
