@@ -30,7 +30,7 @@ def settings_help(config: Config) -> str:
             section, docs = keys[:-1], field_docs(cls)
             lines += ["", f"[{'.'.join(section)}]  {inspect.getdoc(cls)}"]
         value = functools.reduce(getattr, keys, config)
-        lines.append(f"  --{'.'.join(section)}.{keys[-1].replace('_', '-')} {_kind(hint)}   ({_shown(value)})")
+        lines.append(f"  --{'.'.join(keys).replace('_', '-')} {_kind(hint)}   ({_shown(value)})")
         lines += textwrap.wrap(docs.get(keys[-1], ""), _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
