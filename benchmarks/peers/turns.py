@@ -27,7 +27,7 @@ def parser(doc: str, rounds: int) -> argparse.ArgumentParser:
     """What every comparison can be told."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rounds", type=int, default=rounds, help="turns of each contestant")
-    made.add_argument("--patience", type=float, default=120.0, help="seconds to wait for an idle machine")
+    made.add_argument("--patience", type=float, default=180.0, help="seconds to wait for an idle machine")
     made.add_argument(
         "--busy", action="store_true", help="measure all the same, to try the command; the result says so"
     )
