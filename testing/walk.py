@@ -36,7 +36,7 @@ class Row(NamedTuple):
 
 MODULE = "class M(torch.nn.Module):\n    def __init__(s):\n        super().__init__(); s.e = torch.nn.Embedding(256, 16); s.h = torch.nn.Linear(16, 256)\n"
 FILES = {
-    "own/tuples.py": f"import torch\n{MODULE}    def forward(s, idx, targets=None):\n        return s.h(s.e(idx)), None\ndef build(): return M()\n",
+    "own/tuples.py": f"import torch\n{MODULE}    def forward(s, idx, targets=None):\n        return s.h(s.e(idx)), None\ndef build() -> torch.nn.Module: return M()\n",
     "rows.jsonl": '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n'
     * 200,
     "text.txt": "def f(x):\n    return x + 1\n" * 3000,
