@@ -1,11 +1,14 @@
-"""Attention sinks in every method: values and every gradient."""
+"""Attention sinks, and heads that ranks cannot share equally, in every method: values and every gradient."""
 
+import random
 from itertools import accumulate
 
 import pytest
 import torch
 import torch.distributed as dist
 from titan_cp import CPAttention, allgather_attention, attention, plan, reference_attention, ulysses_attention
+from titan_cp.planning.costs import share_heads
+from titan_cp.planning.layouts import LAYOUTS
 from titan_testing import run_ranks
 from titan_testing.sent_bytes import SentBytes
 
@@ -84,6 +87,64 @@ def test_sinks_equal_full_attention_in_every_method_with_their_gradients():
     cases.append(("ring", None, "contiguous", [64], (4, 2), 9, True, True))  # straight, not round
     for ratios in run_ranks(worst_ratios, 4, cases):
         assert not {case: ratio for case, ratio in ratios.items() if not ratio <= 1}
+
+
+def test_heads_that_ranks_do_not_divide_are_shared_with_heads_of_zeros():
+    cases = [
+        ("ulysses", None, "contiguous", PACKED, (4, 2), None, True, True),
+        ("ulysses", None, "contiguous", [64], (6, 2), 9, True, True),
+        ("ulysses", None, "zigzag", PACKED, (7, 7), None, True, False),
+        ("usp", 2, "zigzag", PACKED, (3, 1), None, True, True),
+        ("usp", 4, "zigzag", [64], (6, 3), None, False, True),
+    ]
+    for ratios in run_ranks(worst_ratios, 4, cases):
+        assert not {case: ratio for case, ratio in ratios.items() if not ratio <= 1}
+
+
+def random_cases(size, count, seed):
+    """Sinks and windows over packed documents of odd lengths, heads that ranks do not divide among them."""
+    rng = random.Random(seed)
+    for number in range(count):
+        method = ("ring", "allgather", "ulysses", "usp")[number % 4]
+        degree = rng.choice([d for d in (1, 2, 4, 8) if size % d == 0]) if method == "usp" else None
+        # A mask of thousands of tokens squared is slow in float64, so one case in sixteen has it.
+        longest = [4097] if number % 16 == size % 16 else []
+        lengths = longest + rng.choices([1, 2, 3, 17, 64, 65, 255], k=rng.randint(1, 6))
+        rng.shuffle(lengths)
+        kv_heads = rng.choice([1, 2, 3])
+        heads = (kv_heads * rng.choice([1, 2, 3]), kv_heads)
+        window = rng.choice([None, None, 1, 5, 100])
+        layout = "auto" if method == "ulysses" else rng.choice(LAYOUTS)
+        yield method, degree, layout, lengths, heads, window, rng.random() < 0.8, rng.random() < 0.8
+
+
+def ratios_beside_tensor_parallel(cases):
+    mesh = dist.init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("tp", "cp"))
+    return worst_ratios([c for c in cases if c[0] != "usp"], mesh["cp"].get_group(), mesh["tp"].get_local_rank())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "tp", "count"), [(2, 1, 32), (4, 1, 32), (8, 1, 20), (2, 2, 12), (4, 2, 12)])
+def test_random_sinks_windows_and_heads_on_2_4_and_8_ranks(size, tp, count):
+    run = worst_ratios if tp == 1 else ratios_beside_tensor_parallel
+    for ratios in run_ranks(run, size * tp, list(random_cases(size, count, 10 * size + tp)), timeout_s=1500):
+        assert not {case: ratio for case, ratio in ratios.items() if not ratio <= 1}
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 6, 8])
+def test_shares_of_heads_are_whole_equal_and_keep_query_heads_beside_their_keys(degree):
+    for kv_heads in range(1, 9):
+        for per_group in range(1, 9):
+            shares = share_heads(kv_heads * per_group, kv_heads, degree)
+            assert shares.num_heads % degree == shares.num_kv_heads % degree == shares.group_heads % shares.repeats == 0
+            assert shares.groups >= kv_heads
+            assert shares.group_heads >= per_group
+            if kv_heads * per_group % degree == 0:
+                assert (shares.groups, shares.group_heads) == (kv_heads, per_group)  # none is added
+    assert share_heads(4, 2, 8).num_heads == 8
+    assert (
+        "heads of zeros: 8 ranks do not divide 4" in plan(64, size=8, rank=0, num_heads=4, method="ulysses").explain()
+    )
 
 
 def test_sinks_that_do_not_fit_are_refused_before_any_communication():

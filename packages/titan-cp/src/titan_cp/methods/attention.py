@@ -191,7 +191,7 @@ def ulysses_attention(
         sinks: A logit per query head, as for `attention`; None for none.
         backend: ``"auto"``, a name in `backends.BACKENDS`, or a `backends.Backend`.
         attn_fn: A local attention of your own, in place of the plan's mask, ``scale`` and ``backend``: it is called
-            with ``Hq/N`` query heads and the whole sequence in order. FlexAttention fits.
+            with ``Hq/N`` query heads (rounded up, with heads of zeros) and the whole sequence in order. FlexAttention fits.
 
     Returns:
         The attention of this rank's queries, ``[B, Hq, T, E]`` in the dtype of ``q``. Differentiable as far as ``attn_fn`` is.
@@ -232,7 +232,7 @@ def usp_attention(
     ulysses_degree``: the axes ``("ring", "ulysses")`` of a 2-D DeviceMesh in that order.
 
     Args:
-        q: This rank's queries, shape ``[B, Hq, T, D]``; the Ulysses degree divides ``Hq``.
+        q: This rank's queries, shape ``[B, Hq, T, D]``.
         k: This rank's keys, shape ``[B, Hk, T, D]``.
         v: This rank's values, shape ``[B, Hk, T, E]``, ``E <= D``.
         plan: A plan with ``method="usp"``.

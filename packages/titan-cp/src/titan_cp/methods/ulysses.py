@@ -4,11 +4,12 @@ Problem: attention needs all tokens of a head; it does not need all heads.
 
 Idea: one all-to-all turns "all heads, ``S/u`` tokens" into "``Hq/u`` heads, all tokens" for queries, keys and values
 together; any local attention function runs; one more all-to-all brings the output back. KV heads fewer than ranks (or
-not a multiple) are repeated to the least common multiple; their gradients are summed in float32.
+not a multiple) are repeated to the least common multiple; their gradients are summed in float32. Where ranks do not divide
+the query heads, heads of zeros are added (`titan_cp.planning.costs.share_heads`) and dropped again behind the attention.
 
 Cost: (Hq + Hk') (S/u) (D + E) b (u-1)/u bytes each way (E channels of a value); see `titan_cp.planning.costs`.
 
-Limits: ``u`` must divide the query heads. Nothing overlaps: the all-to-all must end before attention begins.
+Limits: heads of zeros are sent and computed like others. Nothing overlaps: the all-to-all must end before attention begins.
 
 Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509).
 """
@@ -44,7 +45,9 @@ def heads_of_rank(sinks: Tensor | None, plan: AttentionPlan) -> Tensor | None:
     """Of a value per query head, those of the heads that this rank attends with; differentiable."""
     if sinks is None:
         return None
-    return sinks.chunk(plan.ulysses_degree)[plan.rank % plan.ulysses_degree]
+    shares = plan.head_shares
+    every = _add_heads(sinks[None], plan.num_kv_heads, shares.groups, shares.group_heads)[0]
+    return every.chunk(plan.ulysses_degree)[plan.rank % plan.ulysses_degree]
 
 
 class _Scatter(torch.autograd.Function):
@@ -53,26 +56,29 @@ class _Scatter(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, group: dist.ProcessGroup
     ) -> tuple[Tensor, ...]:
         ctx.plan, ctx.group = plan, group
-        repeats = plan.repeated_kv_heads // plan.num_kv_heads
-        k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v)) if repeats > 1 else (k, v)
-        return _to_sequence((q, k, v), plan, group)
+        shares = plan.head_shares
+        k, v = (_add_heads(t, plan.num_kv_heads, shares.groups, 1) for t in (k, v))
+        k, v = (t.repeat_interleave(shares.repeats, dim=1) for t in (k, v)) if shares.repeats > 1 else (k, v)
+        return _to_sequence((_add_heads(q, plan.num_kv_heads, shares.groups, shares.group_heads), k, v), plan, group)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         plan: AttentionPlan = ctx.plan
         q, k, v = _to_heads(grad_outputs, plan, ctx.group)
-        return q, _sum_repeats(k, plan.num_kv_heads), _sum_repeats(v, plan.num_kv_heads), None, None
+        return _drop_heads(q, plan), _sum_repeats(k, plan), _sum_repeats(v, plan), None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, plan: AttentionPlan, group: dist.ProcessGroup) -> Tensor:
         ctx.plan, ctx.group = plan, group
-        return _to_heads((out,), plan, group)[0]
+        return _drop_heads(_to_heads((out,), plan, group)[0], plan)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _to_sequence(grad_outputs, ctx.plan, ctx.group)[0], None, None
+        plan: AttentionPlan = ctx.plan
+        grad = _add_heads(grad_outputs[0], plan.num_kv_heads, plan.head_shares.groups, plan.head_shares.group_heads)
+        return _to_sequence((grad,), plan, ctx.group)[0], None, None
 
 
 def _to_sequence(tensors: tuple[Tensor, ...], plan: AttentionPlan, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
@@ -106,11 +112,29 @@ def _exchange(by_rank: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     return [part.unflatten(1, t.shape[1:]) for part, t in zip(received.split(sizes, dim=1), by_rank, strict=True)]
 
 
-def _sum_repeats(grad: Tensor, kv_heads: int) -> Tensor:
-    if grad.shape[1] == kv_heads:
+def _add_heads(x: Tensor, groups: int, to_groups: int, to_heads: int) -> Tensor:
+    """Heads of zeros in dim 1: to ``to_heads`` in each of the ``groups``, and ``to_groups`` of them."""
+    heads = x.shape[1] // groups
+    if (groups, heads) == (to_groups, to_heads):
+        return x
+    added = x.new_zeros((x.shape[0], to_groups, to_heads, *x.shape[2:]))
+    added[:, :groups, :heads] = x.unflatten(1, (groups, heads))
+    return added.flatten(1, 2)
+
+
+def _drop_heads(x: Tensor, plan: AttentionPlan) -> Tensor:
+    """The inverse of `_add_heads`, for query heads."""
+    if x.shape[1] == plan.num_heads:
+        return x
+    grouped = x.unflatten(1, (plan.head_shares.groups, -1))
+    return grouped[:, : plan.num_kv_heads, : plan.num_heads // plan.num_kv_heads].flatten(1, 2)
+
+
+def _sum_repeats(grad: Tensor, plan: AttentionPlan) -> Tensor:
+    if grad.shape[1] == plan.num_kv_heads:
         return grad
     wide = grad.to(accumulator_dtype(grad.dtype))
-    return wide.unflatten(1, (kv_heads, -1)).sum(2).to(grad.dtype)
+    return wide.unflatten(1, (plan.head_shares.groups, -1)).sum(2)[:, : plan.num_kv_heads].to(grad.dtype)
 
 
 def _token_order(plan: AttentionPlan, device: torch.device) -> TokenOrder | None:

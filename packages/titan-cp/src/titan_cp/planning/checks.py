@@ -58,19 +58,8 @@ def check_arguments(
                 f"ulysses_degree={ulysses_degree} was given with method={method!r}, which has no such degree. Use "
                 "method='usp', or leave it out."
             )
-        if size % ulysses_degree or num_heads % ulysses_degree:
-            legal = [u for u in divisors(size) if num_heads % u == 0]
-            raise ValueError(
-                f"ulysses_degree={ulysses_degree} must divide both size={size} and num_heads={num_heads}. Use one of "
-                f"{legal}."
-            )
-    if method == "ulysses" and num_heads % size:
-        legal = [u for u in divisors(size) if num_heads % u == 0]
-        raise ValueError(
-            f"method='ulysses' gives each of size={size} ranks whole query heads, and {size} does not divide "
-            f"num_heads={num_heads}. Use size in {divisors(num_heads)}, method='ring', or method='usp' with "
-            f"ulysses_degree in {legal}."
-        )
+        if ulysses_degree < 1 or size % ulysses_degree:
+            raise ValueError(f"ulysses_degree={ulysses_degree} must divide size={size}. Use one of {divisors(size)}.")
 
 
 def check_documents(seq_len: int | None, cu_seqlens: Sequence[int] | Tensor | None) -> tuple[int, ...]:

@@ -10,10 +10,11 @@ accumulator (4; 8 for float64), ``h`` ring hops (``r - 1`` unless the window rea
                 received (packed documents and windows, see `titan_cp.planning.exchange`)
     all-gather  forward  (N - 1) · KV
                 backward (N - 1) · (KV + dKV)
-    Ulysses     each way (Hq + Hk') (S/N) (D + E) b (u - 1)/u,  Hk' = lcm(Hk, u): KV heads repeated where needed
+    Ulysses     each way (Hq' + Hk') (S/N) (D + E) b (u - 1)/u,  Hk' = lcm(Hk, u): KV heads repeated where needed;
+                Hq' = Hq where u divides it, otherwise with heads of zeros, see `share_heads`
     USP         Ulysses over u, then the ring over r with Hk'/u heads and S/r tokens
 
-    saved for the backward   (S/N) ((Hq + Hk) (D + E) b + Hq a), with Hk' for Hk under Ulysses: flat in N for S/N fixed
+    saved for the backward   (S/N) ((Hq + Hk) (D + E) b + Hq a), with Hq', Hk' under Ulysses: flat in N for S/N fixed
 
 Source: byte counts as derived for ring attention (arXiv 2310.01889), DeepSpeed-Ulysses (arXiv 2309.14509) and USP
 (arXiv 2405.07719), with float32 dKV.
@@ -22,6 +23,7 @@ Source: byte counts as derived for ring attention (arXiv 2310.01889), DeepSpeed-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,9 +75,40 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def kv_heads_for(num_kv_heads: int, ulysses_degree: int) -> int:
-    """KV heads after repeating them so that ``ulysses_degree`` ranks get equal, whole shares."""
-    return math.lcm(num_kv_heads, ulysses_degree)
+class HeadShares(NamedTuple):
+    """Heads as Ulysses exchanges them: KV heads repeated, and heads of zeros added, so that ranks get equal, whole shares."""
+
+    groups: int
+    """KV heads before repeating, those of zeros included."""
+    group_heads: int
+    """Query heads per KV head, those of zeros included."""
+    repeats: int
+    """How often a KV head is repeated."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads that are exchanged."""
+        return self.groups * self.group_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads that are exchanged."""
+        return self.groups * self.repeats
+
+
+def share_heads(num_heads: int, num_kv_heads: int, ulysses_degree: int) -> HeadShares:
+    """How ``ulysses_degree`` ranks share the heads.
+
+    None is added where the degree divides the query heads. Otherwise query heads are added to each KV head, and KV heads
+    with theirs, whichever makes the fewest query heads, and of those the fewest KV heads.
+    """
+    per_group = num_heads // num_kv_heads
+    most = num_kv_heads if num_heads % ulysses_degree == 0 else num_kv_heads + ulysses_degree - 1
+    choices: list[HeadShares] = []
+    for groups in range(num_kv_heads, most + 1):
+        repeats = ulysses_degree // math.gcd(groups, ulysses_degree)
+        choices.append(HeadShares(groups, -(-per_group // repeats) * repeats, repeats))
+    return min(choices, key=lambda shares: (shares.num_heads, shares.num_kv_heads))
 
 
 def plan_costs(
@@ -92,13 +125,14 @@ def plan_costs(
     element, wide_element = (
         torch.empty((), dtype=d).element_size() for d in (shape.dtype, accumulator_dtype(shape.dtype))
     )
-    kv_heads = kv_heads_for(shape.num_kv_heads, ulysses_degree)
+    shares = share_heads(shape.num_heads, shape.num_kv_heads, ulysses_degree)
+    heads, kv_heads = shares.num_heads, shares.num_kv_heads
     tokens = shape.seq_len // size
     # What a rank computes on has the same size before and after the all-to-all.
-    q, out = (tokens * shape.num_heads * dim * element for dim in (shape.head_dim, shape.value_dim))
+    q, out = (tokens * heads * dim * element for dim in (shape.head_dim, shape.value_dim))
     row = kv_heads * (shape.head_dim + shape.value_dim) * element
     kv, wide = tokens * row, wide_element // element
-    lse = tokens * shape.num_heads * wide_element
+    lse = tokens * heads * wide_element
     exchanged = (q + out + kv) * (ulysses_degree - 1) // ulysses_degree
     buffers = _Buffers(q, out, kv, q * wide, out * wide, kv * wide, lse)
     if method == "allgather":
@@ -114,7 +148,7 @@ def plan_costs(
         backward = exchanged + hops * kv + (hops + 1) * kv * wide * (hops > 0)
         transient = buffers.ring(hops)
     if ulysses_degree > 1:
-        transient = buffers.around_ulysses(transient, repeated=kv_heads > shape.num_kv_heads)
+        transient = buffers.around_ulysses(transient, repeated=kv_heads > shape.num_kv_heads or heads > shape.num_heads)
     return AttentionCosts(
         forward_bytes=forward,
         backward_bytes=backward,
@@ -179,7 +213,7 @@ class _Buffers:
 def crossover_size(shape: AttentionShape, limit: int = 4096) -> int | None:
     """The smallest number of ranks at which Ulysses sends fewer bytes (forward + backward) than the full ring.
 
-    Only sizes that divide the query heads count, since Ulysses has no others. None if there is none.
+    Only sizes that divide the query heads count, where none is added. None if there is none.
     """
     for size in range(2, min(shape.num_heads, limit) + 1):
         if shape.num_heads % size:

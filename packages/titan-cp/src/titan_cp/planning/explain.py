@@ -15,8 +15,14 @@ def explain_plan(plan: PlanNumbers) -> str:
     degrees = f" (Ulysses {plan.ulysses_degree} × ring {plan.ring_degree})" if plan.method == "usp" else ""
     mask = ("causal" if plan.causal else "full") + (f", window {plan.window}" if plan.window is not None else "")
     kv_heads = f"{plan.num_kv_heads} KV"
-    if plan.repeated_kv_heads != plan.num_kv_heads:
-        kv_heads += f" (repeated to {plan.repeated_kv_heads} so that each rank has whole heads)"
+    shares = plan.head_shares
+    if shares.num_heads != plan.num_heads:
+        kv_heads += (
+            f" (exchanged as {shares.num_heads} and {shares.num_kv_heads}, with heads of zeros: {plan.ulysses_degree} ranks "
+            f"do not divide {plan.num_heads})"
+        )
+    elif shares.num_kv_heads != plan.num_kv_heads:
+        kv_heads += f" (repeated to {shares.num_kv_heads} so that each rank has whole heads)"
     crossover = plan.crossover_size
     lines = [
         f"sequence    {plan.seq_len} tokens, {documents} document{'s' * (documents > 1)}, {mask}"

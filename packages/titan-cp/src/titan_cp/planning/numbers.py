@@ -13,9 +13,10 @@ from titan_cp.planning.costs import (
     AttentionCosts,
     AttentionShape,
     DirectRows,
+    HeadShares,
     crossover_size,
-    kv_heads_for,
     plan_costs,
+    share_heads,
     work_matrix,
 )
 from titan_cp.planning.exchange import Round, plan_rounds, rows_needed
@@ -87,9 +88,9 @@ class PlanNumbers:
         return self.rank // self.ulysses_degree
 
     @property
-    def repeated_kv_heads(self) -> int:
-        """KV heads after repeating them for Ulysses; ``num_kv_heads`` where no repeating is needed."""
-        return kv_heads_for(self.num_kv_heads, self.ulysses_degree)
+    def head_shares(self) -> HeadShares:
+        """How Ulysses ranks share the heads: which are repeated, and which are added."""
+        return share_heads(self.num_heads, self.num_kv_heads, self.ulysses_degree)
 
     @cached_property
     def ring_ranges(self) -> Sequence[Ranges]:
@@ -115,7 +116,7 @@ class PlanNumbers:
     @cached_property
     def work(self) -> tuple[int, ...]:
         """Query-key pairs times query heads that each rank computes in one forward, for one batch row."""
-        heads = self.num_heads // self.ulysses_degree
+        heads = self.head_shares.num_heads // self.ulysses_degree
         by_ring_rank = [int(pairs) * heads for pairs in self.pairs.sum(axis=1)]
         return tuple(by_ring_rank[rank // self.ulysses_degree] for rank in range(self.size))
 
