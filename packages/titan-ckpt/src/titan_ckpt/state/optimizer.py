@@ -5,7 +5,7 @@ An optimizer numbers its parameters, and another layout numbers them in another 
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -247,12 +247,37 @@ def _target(
         return torch.zeros(stored, dtype=dtype, device=device)
     if like_param:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    whole = tuple(param.shape) if shard is None else shard.shape
+    if len(stored) == len(whole) and all(n in (1, w) for n, w in zip(stored, whole, strict=True)):
+        return _by_row(param, [n != w for n, w in zip(stored, whole, strict=True)], dtype)
     if is_dtensor(param) and stored:
         raise ValueError(
             f"optimizer state {key!r} of {owner.name!r} has shape {list(stored)}, unlike its parameter's "
             f"{list(param.shape)}: how it is sharded is not known yet. Take one optimizer step, then restore."
         )
     return torch.zeros(stored, dtype=dtype, device=param.device)
+
+
+def _by_row(param: Tensor, reduced: Sequence[bool], dtype: torch.dtype) -> Tensor:
+    """Zeros in the layout of a parameter, with 1 in the dimensions that are ``reduced``, such as one value for each row."""
+
+    def shape(sizes: torch.Size) -> torch.Size:
+        return torch.Size(1 if one else n for n, one in zip(sizes, reduced, strict=True))
+
+    if not is_dtensor(param):
+        return torch.zeros(shape(param.shape), dtype=dtype, device=param.device)
+    from torch.distributed.tensor import Replicate  # seconds, where nothing is sharded
+
+    part: Any = param.detach()
+    local = torch.zeros(shape(part.to_local().shape), dtype=dtype, device=param.device)
+    cut = [getattr(placement, "dim", None) for placement in part.placements]
+    placements = [
+        Replicate() if dim is not None and reduced[dim] else placement
+        for dim, placement in zip(cut, part.placements, strict=True)
+    ]
+    size = shape(param.shape)
+    stride = torch.empty(size, device="meta").stride()
+    return type(part).from_local(local, part.device_mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def _set_hyper(group: dict[str, Any], hyper: Mapping[str, Any]) -> None:

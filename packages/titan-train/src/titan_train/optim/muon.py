@@ -116,6 +116,8 @@ class Muon(torch.optim.Optimizer):
         for matrix, state in zip(self._matrices, states, strict=True):
             if self._rule.beta2 is not None and "muon_row_mean" not in state:  # resumed from a run without it
                 state["muon_row_mean"] = _zeros(matrix.parameter, row_mean=True)
+            elif self._rule.beta2 is None:
+                state.pop("muon_row_mean", None)  # resumed from a run with it
         work = MuonStep(
             self._matrices,
             self._starts,
