@@ -106,7 +106,7 @@ def check_inputs(config: Config) -> None:
     """
     check_sources(config.data)
     if not config.tokenizer.trains_here:
-        build_tokenizer(config.tokenizer, config.data)
+        build_chat_template(config.tokenizer, build_tokenizer(config.tokenizer, config.data))
     check_writable(cache_folder(config.data), "data.cache_dir")
 
 

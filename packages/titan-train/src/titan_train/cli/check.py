@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_train.cli.branch import add_start_options, read_start, written_out
 from titan_train.cli.parser import CommandParser, integer
 from titan_train.config import Config, list_configs, load_config
+from titan_train.config.published import split_start
 from titan_train.launch.rank.info import count_gpus
 
 if TYPE_CHECKING:
@@ -57,9 +59,17 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="with --hardware or --coordinates: write the picture here"
     )
-    arguments, settings = parser.parse_with_settings(words)
-    config = parser.read_config(arguments.config, settings)
+    parser.add_argument(
+        "--paper", action="store_true", help="leave out data, tokenizer and model.init where they are not here yet"
+    )
+    add_start_options(parser)
+    arguments, settings = parser.parse_with_settings(words, written_out)
+    config, note = read_start(parser, arguments, settings)
+    nodes = config.launch.nnodes
     config, devices = _on_devices(config, arguments.devices)
+    if arguments.devices is None and nodes != config.launch.nnodes:
+        wide = f"{devices} ranks are {config.launch.nnodes} machines; to run them, add --launch.nnodes {config.launch.nnodes}"
+        note = f"{note}; {wide}" if note else wide
     if arguments.hardware is not None:
         return _predict(arguments, config, devices)
     if arguments.constants is not None or (arguments.svg is not None and not arguments.coordinates):
@@ -71,7 +81,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     # Importing torch makes a million objects that stay, and this command is over before garbage could matter.
     gc.disable()
     try:
-        return _check(arguments, config, devices)
+        return _check(arguments, config, devices, note)
     finally:
         gc.enable()
 
@@ -135,14 +145,12 @@ def _coordinates(arguments: argparse.Namespace, config: Config) -> int:
     return 0 if found.flat else 2
 
 
-def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
+def _check(arguments: argparse.Namespace, config: Config, devices: int, note: str) -> int:
     from titan_train.launch.validate import check_start
     from titan_train.parallel.layout.batch import tokens_at_once
-    from titan_train.parallel.layout.run import fit_warmup
     from titan_train.run_folder import run_folder, with_kept_model
     from titan_train.trust import admit_own_code
 
-    config, note = fit_warmup(config)
     admit_own_code(run_folder(config), config.model.name, arguments.code)
     plan = check_start(config, devices)
     layout, mode, batch, schedule = plan.layout, plan.mode, plan.batch, plan.schedule
@@ -164,17 +172,23 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
 
     config = with_kept_model(config, run_folder(config))
     task = load_task(config)
-    if not _names_shipped_data(config):
+    absent: list[str] = []
+    try:
         task.check_inputs(config)
-    elif arguments.config not in list_configs():
-        print("data     that of a shipped configuration, yet to be replaced: not checked")
+    except ValueError as err:
+        if not arguments.paper and not _names_shipped_data(config):
+            raise
+        absent.append(str(err))
+    if arguments.paper and config.model.init and not split_start(config.model.init.removeprefix("hf:"))[0].is_dir():
+        absent.append(f"model.init={config.model.init!r} is not here.")
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, init="", init_changes=()))
     model = validate(config, devices)
     config = meaning_all_copies(config, model)
     print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
     flops = flops_per_token(model, config.model.seq_len)
     print(
         f"compute  {flops / 1e9:,.3f} GFLOP per token, "
-        f"{flops * config.train.global_batch * config.model.seq_len / 1e12:,.1f} TFLOP per step"
+        f"{_si(flops * config.train.global_batch * config.model.seq_len)}FLOP per step"
     )
     if config.model.parametrization != "standard":
         print(_group_lines(config, model))
@@ -192,8 +206,18 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int) -> int:
         print(f"\nleft out: {ranks[0].left_out}")
     if arguments.rehearse:
         print(f"\n{_transfers(config, devices, task.vocab_size(config))}")
-    print("\nthe configuration is valid")
+    if absent:
+        print("\nthe configuration is valid on paper. What is not here yet, and `run` would refuse:")
+        print("\n".join(f"  {reason}" for reason in absent))
+    else:
+        print("\nthe configuration is valid")
     return 0
+
+
+def _si(value: float) -> str:
+    """Three digits and an SI prefix: ``22.0 E``."""
+    prefix = min(6, max(0, int(math.log10(max(value, 1.0)) // 3)))
+    return f"{value / 1000**prefix:,.3g} {' kMGTPE'[prefix].strip()}"
 
 
 def _group_lines(config: Config, model: "nn.Module") -> str:

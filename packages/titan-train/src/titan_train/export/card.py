@@ -35,10 +35,14 @@ dcp.load({"model": model.state_dict()}, checkpoint_id="PATH")""",
 }
 
 
-def model_card(run: LoadedRun, family: Family, name: str, target: str, dtype: str, checks: Sequence[Check]) -> str:
+def model_card(
+    run: LoadedRun, family: Family | None, name: str, target: str, dtype: str, checks: Sequence[Check]
+) -> str:
     """The text of ``README.md``."""
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     config = run.config
+    own = type(run.model).__name__
+    architecture = own if family is None else family.load_hf().config_of(run.model.args)["architectures"][0]
     sources = ", ".join(source.name for source in config.data.sources)
     tokens = config.train.ramp(config.model.seq_len).consumed_after(run.step) * config.model.seq_len
     return f"""---
@@ -52,7 +56,7 @@ Trained with titan-train.
 
 | | |
 | --- | --- |
-| architecture | {family.load_hf().config_of(run.model.args)["architectures"][0]} ({config.model.name}) |
+| architecture | {architecture} ({config.model.name}) |
 | parameters | {parameters:,} |
 | weights | {_WEIGHTS[dtype]}, of step {run.step} |
 | training | {tokens:,} tokens in sequences of {config.model.seq_len}, batches of {config.train.global_batch} |

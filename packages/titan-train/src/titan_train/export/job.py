@@ -38,7 +38,6 @@ class Job:
 
     run: LoadedRun
     """Its model is on the meta device."""
-    family: Family
     step: Path
     """The checkpoint's folder."""
     name: str
@@ -47,6 +46,15 @@ class Job:
     load: Load
     adapted: Any = None
     """The model with its adapters and values, where it has adapters; ``run`` and ``step`` are then the merged model's."""
+
+    @property
+    def family(self) -> Family:
+        """The model's, for targets with names of Hugging Face.
+
+        Raises:
+            ValueError: It belongs to none.
+        """
+        return _family(self.run)
 
     @property
     def stored(self) -> ExportDtype:
@@ -64,17 +72,13 @@ class Job:
 
 @contextlib.contextmanager
 def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: int, scratch: Path) -> Generator[Job]:
-    """The job of a run's checkpoint. Merged adapters, and averages of weights, are first written as a checkpoint in ``scratch``.
-
-    Raises:
-        ValueError: The model belongs to no family with names on Hugging Face.
-    """
+    """The job of a run's checkpoint. Merged adapters and averages of weights are first written as a checkpoint in ``scratch``."""
     run = load(device="meta")
     step = checkpoint_folders(run_dir)[run.step]
     job = partial(Job, name=run_dir.resolve().name, dtype=dtype, max_shard_bytes=max_shard_bytes, load=load)
     lora = traits_of(run.model).lora is not None
     if not lora and run.config.average.use == "none":
-        yield job(run=run, family=_family(run), step=step)
+        yield job(run=run, step=step)
         return
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".merged-") as folder:
@@ -82,7 +86,7 @@ def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: i
         merged = merge_adapters(trained) if lora else trained
         step = merged_step(merged, Path(folder), one_rank())
         run = replace(run, model=merged.to("meta"))
-        yield job(run=run, family=_family(run), step=step, adapted=trained if lora else None)
+        yield job(run=run, step=step, adapted=trained if lora else None)
 
 
 def _family(run: LoadedRun) -> Family:
@@ -90,7 +94,8 @@ def _family(run: LoadedRun) -> Family:
     if family is None:
         raise ValueError(
             f"model.name={run.config.model.name!r} belongs to no registered family, so its names on Hugging Face are unknown. "
-            "Register a family with a key map (see the guide on adding a model family)."
+            "Register a family with a key map (see the guide on adding a model family), or export "
+            "--to dcp, which keeps the model's own names."
         )
     return family
 

@@ -27,6 +27,7 @@ from titan_train.files import write_atomic
 from titan_train.generation import load_run
 from titan_train.models import unwrap
 from titan_train.models.hf.lora import save_adapter
+from titan_train.models.registry import family_of
 from titan_train.run_folder import read_config
 from titan_train.task import task_name
 from titan_train.trust import remember_machine_code
@@ -188,7 +189,7 @@ def _finish(
     streamed: bool,
 ) -> None:
     checks[target] = [] if reference is None else _prove(target, folder, job, reference, streamed=streamed)
-    card = model_card(job.run, job.family, job.name, target, job.dtype, checks[target])
+    card = model_card(job.run, family_of(job.run.model), job.name, target, job.dtype, checks[target])
     write_atomic(folder / "README.md", card)
 
 
@@ -203,6 +204,8 @@ def _check_targets(to: Sequence[str], dtype: str) -> None:
 
 def _check_model(job: Job, to: Sequence[str]) -> None:
     """Refuse what a target cannot hold before anything is written."""
+    if not {"hf", "gguf"}.isdisjoint(to):
+        _ = job.family  # raises for a model without names there
     if job.dtype == "float8":
         float8_names(job.run.model, job.family)
     if "gguf" in to:
@@ -231,9 +234,9 @@ def _write(target: Target, folder: Path, job: Job) -> None:
     elif target == "onnx":
         from titan_train.export.onnx_folder import write_onnx
 
-        config = hf_config(run, job.family, "fp32")
         write_onnx(folder, unwrap(job.model()), step=run.step)
-        write_json(folder / "config.json", config)  # for Optimum
+        if (family := family_of(run.model)) is not None:
+            write_json(folder / "config.json", hf_config(run, family, "fp32"))  # for Optimum
     elif target == "aoti":
         from titan_train.export.aoti_folder import write_aoti
 

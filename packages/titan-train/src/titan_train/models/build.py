@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from titan_train.models.arguments import ModelChoice, model_args
+from titan_train.models.call import take_logits
 from titan_train.models.parametrization import parametrize
 from titan_train.models.registry import find_model
 from titan_train.trust.factory import describe_error, import_factory
@@ -88,4 +89,4 @@ def _build_own(config: ModelChoice, vocab_size: int | None) -> nn.Module:
         raise ValueError(
             f"model.name={config.name!r} returned a {type(model).__name__}; it must return a torch.nn.Module."
         )
-    return model
+    return take_logits(model)

@@ -1,10 +1,12 @@
 """Call any model on a batch, handing it only what its forward accepts; and what it drops by chance in training."""
 
+import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
+import torch
 from titan_fsdp import unwrap
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage] # the base of all of torch's
@@ -50,6 +52,47 @@ def call_model(model: nn.Module, batch: TokenBatch, *, labels: Tensor | None = N
     if labels is not None:
         passed["labels"] = labels
     return model(batch.tokens, **passed)
+
+
+def take_logits(model: nn.Module) -> nn.Module:
+    """Have a user's module return its logits alone, whatever its ``forward`` returns them in.
+
+    Taken: a tuple or list with the logits before or after a loss, a dict with "logits", an object with ``.logits``. Some forwards
+    compute all positions only when they are given targets (nanoGPT); they are given the tokens, and the loss is left unread.
+
+    Returns:
+        The same module.
+    """
+    model.register_forward_hook(_keep_logits)
+    parameters = inspect.signature(model.forward).parameters
+    given = [name for name in ("targets", "labels") if name in parameters and parameters[name].default is None]
+    if given and _last_position_only(model):
+        model.register_forward_pre_hook(functools.partial(_give_targets, given[0]), with_kwargs=True)
+    return model
+
+
+def _keep_logits(_module: nn.Module, _args: Any, output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return cast("Mapping[str, Any]", output).get("logits", output)
+    if isinstance(output, tuple | list) and not hasattr(output, "logits"):
+        tensors = [item for item in cast("Sequence[Any]", output) if isinstance(item, Tensor)]
+        return next((tensor for tensor in tensors if tensor.ndim == 3), cast("Any", output))
+    return getattr(output, "logits", output)
+
+
+def _last_position_only(model: nn.Module) -> bool:
+    """Whether two tokens give one row of logits; False where that cannot be tried."""
+    here = next(model.parameters(), torch.empty(0)).device
+    try:
+        with torch.no_grad():
+            logits = model(torch.zeros(1, 2, dtype=torch.int64, device=here))
+    except Exception:  # the user's own code; a run says what is wrong with it
+        return False
+    return isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[1] == 1
+
+
+def _give_targets(name: str, _module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    return args, {name: args[0], **keywords} if len(args) == 1 else keywords
 
 
 def accepted_inputs(model: nn.Module, names: Sequence[str] = _OPTIONAL) -> frozenset[str]:

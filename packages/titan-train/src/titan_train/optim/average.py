@@ -13,9 +13,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 from titan_ckpt import Checkpointer, TrainState
-from titan_fsdp import reshard
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_train.config.recipe import AverageConfig
 
@@ -151,11 +149,15 @@ def _tensors(parts: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor  # here: `generate` averages nothing as a rule, and needs none of it
+
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _reshard(parts: Sequence[nn.Module]) -> None:
     """Drop whole weights that FSDP may still hold from the last forward: the shards are about to change."""
+    from titan_fsdp import reshard
+
     for part in parts:
         reshard(part)

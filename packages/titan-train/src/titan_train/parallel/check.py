@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import torch
 from titan_mesh import Layout
-from torch import nn
+from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.kernels.apply import check_kernels
@@ -23,6 +24,7 @@ from titan_train.parallel.tensor.float8_linears import check_gather
 from titan_train.parallel.tensor.styles import merge_tables, table_for
 from titan_train.parallel.tied import meaning_all_copies
 from titan_train.task import Task, load_task
+from titan_train.trust.factory import describe_error
 
 
 def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module, task: Task | None = None) -> None:
@@ -49,6 +51,8 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     check_kernels(config, model, tp=spec.tp)
     _check_plan(config, layout, model)
     task.check(config, model)
+    if ":" in config.model.name and "cu_seqlens" in task.keywords:
+        _try_own_forward(config, model)
     _probe(config, layout, model, task)
     if spec.tp > 1:
         check_tensor_parallel(
@@ -70,6 +74,29 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         check_context_parallel(config, layout, batch, model)
     check_stages(config, layout, batch, model)
     check_gather(config)
+
+
+def _try_own_forward(config: Config, model: nn.Module) -> None:
+    """Refuse a user's module whose forward fails on a row of tokens, or returns no logits; in one line, before ranks do."""
+    tokens = torch.zeros(1, config.model.seq_len, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            output: Any = model(tokens)
+    except Exception as err:  # the user's own code
+        if isinstance(err, NotImplementedError) or "meta" in str(err).lower():
+            return  # it reads values, which tensors without memory do not have
+        raise ValueError(
+            f"model.name={config.model.name!r}: its forward failed on tokens [1, {config.model.seq_len}]: {describe_error(err)}"
+        ) from err
+    if not isinstance(output, Tensor) or output.ndim != 3 or output.shape[:2] != tokens.shape:
+        found = (
+            f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        )
+        raise ValueError(
+            f"model.name={config.model.name!r}: its forward returned {found} for tokens [1, {config.model.seq_len}]. It must "
+            "return logits [B, S, V]: as a tensor, in a tuple with a loss, as the key 'logits' of a dict, or as an attribute "
+            ".logits."
+        )
 
 
 def _check_layers_dropped(layout: Layout, model: nn.Module) -> None:

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from titan_fsdp import clean_fqn, unwrap
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 _BLOCK_BYTES = 32 << 20
 LAYER = re.compile(r"^layers\.(\d+)\.")
@@ -226,6 +225,12 @@ def _spread(*factors: tuple[Tensor, Any]) -> Tensor:
 
 
 def _scale_rows(linear: Any, factors: Tensor) -> None:
+    from torch.distributed.tensor import (
+        DTensor,
+        Replicate,
+        Shard,
+    )  # here: `check` imports this module, and shards nothing
+
     for parameter, scale in ((linear.weight, factors.unsqueeze(1)), (linear.bias, factors)):
         if parameter is None or not parameter.requires_grad:
             continue

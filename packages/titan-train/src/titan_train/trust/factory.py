@@ -235,6 +235,7 @@ def _import(model_name: str, module_name: str) -> Any:
 def describe_error(err: BaseException) -> str:
     """``TypeError: unsupported operand (my_model.py, line 12)``: an error of somebody else's code, in one line."""
     frames = traceback.extract_tb(err.__traceback__)
+    frames = [frame for frame in frames if "site-packages" not in Path(frame.filename).parts] or frames  # not torch's
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(err).__name__}: {' '.join(str(err).split())[:300]}{where}"
 

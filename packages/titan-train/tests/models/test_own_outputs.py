@@ -1,0 +1,126 @@
+"""A user's module returns its logits as it likes, and one that returns none is refused in one line, by `check` as by `run`."""
+
+import sys
+
+import pytest
+import torch
+from titan_train.cli import main
+from titan_train.config import load_config
+from titan_train.config.model import ModelConfig
+from titan_train.models import build_model
+from titan_train.train import Trainer
+from titan_train.trust.factory import use_code
+
+MODULE = """
+import types
+import torch
+from torch import nn
+
+
+class Base(nn.Module):
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 8)
+        self.head = nn.Linear(8, vocab_size)
+
+    def logits(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+class Plain(Base):
+    def forward(self, tokens):
+        return self.logits(tokens)
+
+
+class LogitsLoss(Base):
+    def forward(self, idx, targets=None):  # nanoGPT's: the last position alone without targets
+        logits = self.logits(idx)
+        if targets is None:
+            return self.logits(idx[:, [-1]]), None
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class LossLogits(Base):
+    def forward(self, tokens, labels=None):
+        return torch.zeros(()), self.logits(tokens)
+
+
+class Keys(Base):
+    def forward(self, tokens):
+        return {"loss": None, "logits": self.logits(tokens)}
+
+
+class Attribute(Base):
+    def forward(self, tokens):
+        return types.SimpleNamespace(logits=self.logits(tokens), past=None)
+
+
+class NoLogits(Base):
+    def forward(self, tokens):
+        return {"scores": self.logits(tokens)}
+
+
+class Narrow(Base):
+    def forward(self, tokens):
+        return self.embed(tokens).sum(-1)
+
+
+class Broken(Base):
+    def forward(self, tokens):
+        return self.head(self.embed(tokens).transpose(1, 2))
+"""
+
+
+@pytest.fixture
+def code(tmp_path, monkeypatch):
+    (tmp_path / "outputs_model.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "")
+    monkeypatch.delitem(sys.modules, "outputs_model", raising=False)
+    use_code([str(tmp_path)])
+    (tmp_path / "text.txt").write_text("some text\n" * 400)
+    (tmp_path / "c.toml").write_text(
+        '[model]\nname = "outputs_model:Plain"\nseq_len = 16\n[tokenizer]\nkind = "bytes"\n[data]\ncache_dir = "cache"\n'
+        '[[data.sources]]\nname = "a"\nkind = "text"\npaths = ["text.txt"]\n[launch]\ndevice = "cpu"\nnproc = 1\n'
+    )
+    return tmp_path
+
+
+def built(name):
+    torch.manual_seed(0)
+    return build_model(ModelConfig(name=f"outputs_model:{name}"), vocab_size=30, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["LogitsLoss", "LossLogits", "Keys", "Attribute"])
+def test_logits_are_taken_from_what_a_module_returns_them_in(code, name):
+    tokens = torch.arange(12).view(2, 6)
+    plain, model = built("Plain"), built(name)
+    assert torch.equal(model(tokens), plain(tokens))
+    model(tokens).square().sum().backward()
+    plain(tokens).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_module_that_gives_no_logits_is_refused_in_one_line_and_one_that_does_is_exported(code, capsys):
+    for name, words in (
+        ("NoLogits", "its forward returned a dict for tokens [1, 16]. It must return logits [B, S, V]"),
+        ("Narrow", "its forward returned a tensor of shape [1, 16] for tokens [1, 16]"),
+        ("Broken", "its forward failed on tokens [1, 16]: RuntimeError"),
+    ):
+        said: list[str] = []
+        for command in ("check", "run"):
+            assert main([command, "c.toml", "--model.name", f"outputs_model:{name}", "--code", "."]) == 2
+            said.append(capsys.readouterr().err)
+        assert said[0] == said[1]
+        assert words in said[0]
+        assert said[0].count("\n") == 1
+    words = ["c.toml", "--model.name", "outputs_model:LogitsLoss"]
+    assert main(["check", *words, "--code", "."]) == 0
+    with Trainer(load_config(words[0], [*words[1:], "--train.steps", "2", "--run.name", "own"])) as trainer:
+        trainer.fit()
+    export = ["export", "runs/own", "--trust-code", "--code", "."]
+    assert main([*export, "--to", "dcp", "--out", "dcp"]) == 0
+    assert main([*export, "--to", "hf", "--out", "hf"]) == 2
+    assert "or export --to dcp" in capsys.readouterr().err
