@@ -40,7 +40,18 @@ def test_plan_takes_a_configuration_a_measured_machine_and_constants_of_ones_own
     hardware, constants, stem = tmp_path / "z900.toml", tmp_path / "constants.toml", tmp_path / "plan"
     hardware.write_text(tomli_w.dumps(hardware_table(rates, [])))
     constants.write_text("matmul = 0.35\nmatmul8 = 0.3\n")
-    words = ["plan", "quickstart", "--devices", "2", "--global-batch", "8", "--hardware", str(hardware)]
+    words = [
+        "plan",
+        "--rehearse",
+        "0",
+        "quickstart",
+        "--devices",
+        "2",
+        "--global-batch",
+        "8",
+        "--hardware",
+        str(hardware),
+    ]
     assert main([*words, "--out", str(stem)]) == 0
     assert "8 sequences of 256 tokens" in capsys.readouterr().out
     assert "on NVIDIA Z900 x 2, 8 sequences of 256 tokens" in (tmp_path / "plan.html").read_text()
@@ -48,14 +59,39 @@ def test_plan_takes_a_configuration_a_measured_machine_and_constants_of_ones_own
     assert written["extends"] == "quickstart"
     assert "name" not in written["model"]
     assert main(["check", f"{stem}.toml"]) == 0
-    again = ["plan", f"{stem}.toml", "--devices", "2", "--global-batch", "8", "--out", str(tmp_path / "again")]
+    again = [
+        "plan",
+        "--rehearse",
+        "0",
+        f"{stem}.toml",
+        "--devices",
+        "2",
+        "--global-batch",
+        "8",
+        "--out",
+        str(tmp_path / "again"),
+    ]
     assert main(again) == 0
     assert main(["check", str(tmp_path / "again.toml")]) == 0
 
     def best(*more: str) -> float:
         capsys.readouterr()
         assert (
-            main(["plan", "llama3_8b", "--devices", "8", "--global-batch", "64", "--hardware", str(hardware), *more])
+            main(
+                [
+                    "plan",
+                    "--rehearse",
+                    "0",
+                    "llama3_8b",
+                    "--devices",
+                    "8",
+                    "--global-batch",
+                    "64",
+                    "--hardware",
+                    str(hardware),
+                    *more,
+                ]
+            )
             == 0
         )
         row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  1 "))
@@ -77,7 +113,18 @@ def test_plan_compares_two_of_its_list(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_plan_refuses_a_missing_folder_before_it_searches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "llama3_8b", "--devices", "8", "--global-batch", "64", "--out", str(tmp_path / "no" / "plan")]
+    words = [
+        "plan",
+        "--rehearse",
+        "0",
+        "llama3_8b",
+        "--devices",
+        "8",
+        "--global-batch",
+        "64",
+        "--out",
+        str(tmp_path / "no" / "plan"),
+    ]
     assert main(words) == 2
     assert "there is no folder" in capsys.readouterr().err
 

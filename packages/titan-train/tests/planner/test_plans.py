@@ -1,13 +1,19 @@
 """The plans that people ask for: each is found and fits, passes `titan-train check`, and its page says the same."""
 
 import json
+import random
 import re
 
 import pytest
 from titan_train.cli import main
+from titan_train.config import load_config
+from titan_train.models import build_model
+from titan_train.parallel.layout.run import plan_run
 from titan_train.planner import find_shape, load_machine
+from titan_train.planner.memory.ranks import estimate_ranks, rehearse
 from titan_train.planner.search.search import search
 from titan_train.planner.search.space import PlanRequest
+from titan_train.planner.translate import config_toml
 from titan_train.planner.view.page import Plan, page
 from titan_train.planner.view.tables import ranking_text
 
@@ -69,3 +75,39 @@ def test_the_pages_figures_are_the_texts(name: str) -> None:
     assert shown["verdict"].startswith(f"Fits: {gib} GiB of ")
     assert shown["setup"] == setup
     assert len(html) < 500_000
+
+
+def fuzzed(number: int) -> tuple[str, PlanRequest]:
+    """A model, devices, a length, a batch and a precision, drawn by number."""
+    draw = random.Random(number)
+    name = draw.choice(("llama3_1b", "qwen3_0.6b", "llama3_8b", "qwen3_30b_a3b", "gpt3_175b"))
+    devices = draw.choice((8, 16, 24, 64))
+    seq_len = 2048 if name.startswith("gpt") else draw.choice((2048, 8192, 16_384))
+    precision = draw.choice(("bf16", "bf16", "tensorwise", "rowwise"))
+    batch = devices * draw.choice((1, 2, 4))
+    fixed = draw.choice(({}, {}, {"tp": 2}, {"microbatch": 1}))
+    machine = load_machine(draw.choice(("h100", "h200")))
+    return name, PlanRequest(
+        shape=find_shape(name), machine=machine, gpus=devices, seq_len=seq_len, global_batch=batch,
+        precisions=(precision,), fixed=fixed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.slow] if n > 0 else []) for n in range(50)])
+def test_plan_check_and_rehearsal_agree_within_5_percent(number: int, tmp_path) -> None:
+    name, request = fuzzed(number)
+    ranking = search(request)
+    if not ranking.best:
+        pytest.skip("nothing fits")
+    best = ranking.best[0]
+    file = tmp_path / "plan.toml"
+    file.write_text(config_toml(name, best.setup, nproc=8))
+    config = load_config(str(file))
+    plan, model = plan_run(config, request.gpus), build_model(config.model, vocab_size=None)
+    checked = estimate_ranks(
+        config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule
+    )
+    rehearsed = rehearse(config, request.gpus)
+    assert not rehearsed[0].left_out
+    for ranks in (checked, rehearsed):
+        assert max(rank.peak for rank in ranks) == pytest.approx(best.memory.allocated, rel=0.05), best.setup.describe()

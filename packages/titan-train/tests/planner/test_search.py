@@ -17,10 +17,11 @@ from titan_train.planner.cost.schedules import SEARCHED, schedule_cost, schedule
 from titan_train.planner.cost.step import rank_parameters
 from titan_train.planner.memory.peak import in_flight, memory_peak
 from titan_train.planner.search.refuse import refuse_search, refuse_setup
-from titan_train.planner.search.search import search
-from titan_train.planner.search.space import PlanRequest
+from titan_train.planner.search.search import outside, search
+from titan_train.planner.search.space import PlanRequest, degrees
 from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import config_toml, setup_of_config
+from titan_train.planner.view.tables import ranking_text
 
 
 def request(model: str, gpus: int, seq_len: int, batch: int, machine: str = "h100", **rest: object) -> PlanRequest:
@@ -179,7 +180,38 @@ def test_a_fixed_degree_that_no_layout_has_is_refused_with_those_that_are() -> N
 def test_the_best_in_bf16_is_named_where_float8_wins() -> None:
     ranking = search(request("llama3_8b", 8, 8192, 64))
     assert ranking.best[0].setup.precision == "tensorwise"
-    assert ranking.families["in bf16"].setup.precision == "bf16"
+    assert {e.setup.precision for e in ranking.kinds["bf16"]} == {"bf16"}
+    text = ranking_text(ranking)
+    assert "MFU is over the bf16 peak" in text
+    assert "float8 changes the numbers" in text
+
+
+def test_what_experts_over_ranks_buy_is_listed_and_experts_are_outside_the_measured_rows() -> None:
+    ranking = search(request("qwen3_30b_a3b", 8, 4096, 64))
+    kinds = ranking.kinds
+    assert all(e.setup.ep > 1 for e in kinds["experts over ranks (ep)"])
+    assert all(e.setup.ep == 1 for e in kinds["experts on every rank"])
+    assert all("experts on torch's own stack" in outside(e) for e in ranking.best)  # with ep and without
+
+
+def test_degrees_need_not_be_powers_of_two() -> None:
+    found = list(degrees(request("llama3_8b", 24, 8192, 48)))
+    assert {chosen["pp"] for chosen in found} >= {1, 2, 3, 4, 6, 8, 12, 24}
+    assert {chosen["dp_shard"] for chosen in found} >= {3, 6, 12, 24}
+
+
+def test_each_fourth_block_is_recomputed_where_that_is_enough() -> None:
+    shape, limit = find_shape("llama3_8b"), 60.0
+    shares: dict[float, set[str]] = {}
+    for gib in range(36, 60, 2):
+        found = search(replace(request("llama3_8b", 8, 8192, 64), max_memory_gib=float(gib), fixed={"microbatch": 1}))
+        for e in found.best:
+            shares.setdefault(e.setup.recompute_share, set()).add(e.setup.recompute)
+    assert shares[0.25] == {"full"}
+    setup = replace(found.best[0].setup, recompute="full", recompute_share=0.25)
+    config = config_toml("llama3_8b", setup, nproc=8)
+    assert 'checkpoint = "every"\nevery = 4' in config
+    assert memory_peak(shape, setup).allocated_gib < limit
 
 
 @pytest.mark.parametrize("precision", ["mxfp8", "nvfp4"])

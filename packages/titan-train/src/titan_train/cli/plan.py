@@ -2,18 +2,23 @@
 
 `titan-train plan llama3_70b --devices 256 --hardware h100 --seq-len 8192 --global-batch 512 --out plan` writes the best
 setup as a configuration (plan.toml), the memory-speed picture (plan.svg) and a page with sliders (plan.html).
-`--explain 1 3` compares two of the list term by term. No torch, no ranks.
+`--explain 1 3` compares two of the list term by term. No torch, no ranks, unless `--rehearse 3` asks to build the first three as
+they will run, on fake tensors, before they are shown: one that does not fit leaves the list.
 """
 
 import argparse
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from titan_train.cli.parser import integer, number
 
 if TYPE_CHECKING:
+    from titan_train.planner.search.search import Ranking
     from titan_train.planner.search.space import PlanRequest
+    from titan_train.planner.setup import Setup
 
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -43,6 +48,13 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--explain", nargs=2, type=integer(1), metavar=("A", "B"), help="compare two of the list term by term"
     )
+    parser.add_argument(
+        "--rehearse",
+        type=integer(0, 10**4),
+        default=0,
+        metavar="N",
+        help="build the first N as they will run, on fake tensors, before they are shown: 10 seconds each and more",
+    )
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.toml, STEM.svg and STEM.html")
     parser.add_argument(
         "--web",
@@ -70,13 +82,23 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     if not ranking.best:
         print(refuse_search(request, ranking.closest))
         return 2
+    base = configuration_of(arguments.model)
+    trained = bool(base or request.shape.name in list_models() or request.shape.name.startswith(PREFIX))
+    nproc, notes = min(request.machine.domain, 8), list[str]()
+    if arguments.rehearse and trained and not arguments.stack.startswith("te"):
+        notes = rehearse_first(
+            ranking, arguments.rehearse, partial(config_toml, request.shape.name, nproc=nproc, base=base)
+        )
+        if not ranking.best:
+            print("\n".join(notes))
+            return 2
     if arguments.explain:
         a, b = arguments.explain
         if not min(a, b) >= 1 or max(a, b) > len(ranking.best):
             raise ValueError(f"--explain {a} {b}: the list has {len(ranking.best)} setups; give two numbers of it.")
         print(comparison_text(ranking.best[a - 1], ranking.best[b - 1]))
     else:
-        print(ranking_text(ranking))
+        print("\n".join([ranking_text(ranking), *(["", *notes] if notes else [])]))
     plan = Plan(ranking.best[0], request.limit_bytes, request.constants)
     if arguments.out:
         svg = Path(f"{arguments.out}.svg")
@@ -84,10 +106,8 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         html = Path(f"{arguments.out}.html")
         html.write_text(page(plan))
         print(f"\npicture: {svg}\npage with sliders, set to the first: {html}")
-        base = configuration_of(arguments.model)
-        if base or request.shape.name in list_models() or request.shape.name.startswith(PREFIX):
+        if trained:
             toml = Path(f"{arguments.out}.toml")
-            nproc = min(request.machine.domain, 8)
             toml.write_text(config_toml(request.shape.name, ranking.best[0].setup, nproc=nproc, base=base))
             print(f"configuration: {toml}; check it with titan-train check {toml}")
         else:
@@ -97,6 +117,32 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
         serve_on_loopback("--web", arguments.port, lambda: (build_plan_app(plan), request.shape.name))
     return 0
+
+
+def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], str]") -> list[str]:
+    """Rehearse the first setups of a ranking; one that needs more memory than there is leaves the list. Returns lines on it."""
+    from titan_train.config import load_config
+    from titan_train.planner.memory.ranks import rehearse
+
+    lines: list[str] = []
+    limit, number = ranking.request.limit_bytes, 0
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.toml"
+        while number < min(count, len(ranking.best)):
+            e = ranking.best[number]
+            file.write_text(written(e.setup))
+            try:
+                found = max(rehearse(load_config(str(file)), e.setup.world_size), key=lambda rank: rank.peak)
+            except ValueError as err:
+                return [*lines, f"not rehearsed: {err}"]
+            sizes = f"{found.peak / 2**30:.1f} GiB, planned {e.memory.allocated_gib:.1f}"
+            if found.peak > limit:
+                ranking.best.pop(number)
+                lines.append(f"left out: {e.setup.describe()} does not fit as rehearsed: {sizes}")
+                continue
+            number += 1
+            lines.append(f"rehearsed {number}: {sizes}" + (f"; without {found.left_out}" if found.left_out else ""))
+    return lines
 
 
 def configuration_of(model: str) -> str:

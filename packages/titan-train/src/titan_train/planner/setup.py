@@ -111,7 +111,8 @@ class Setup:
         words = [*axes, f"mbs{self.microbatch}x{self.microbatches}"]
         if self.pp > 1:
             words.append(self.schedule + (f"/v{self.stages_per_rank}" if self.stages_per_rank > 1 else ""))
-        words.append(f"recompute {'+'.join(self.recompute_modules) or self.recompute}")
+        every = f" 1 of {round(1 / self.recompute_share)}" if self.recompute_share not in (0.0, 1.0) else ""
+        words.append(f"recompute {'+'.join(self.recompute_modules) or self.recompute}{every}")
         if self.precision != "bf16":
             words.append(self.precision)
         if self.sharding != "fsdp" or not self.reshard:

@@ -121,7 +121,12 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         lines += ["", "[pipeline]", f'schedule = "{s.schedule}"', f"stages_per_rank = {s.stages_per_rank}"]
     if s.cp > 1:
         lines += ["", "[context]", f'method = "{s.cp_method}"']
-    lines += ["", "[activations]", f'checkpoint = "{s.recompute}"']
+    every = round(1 / s.recompute_share)
+    lines += [
+        "",
+        "[activations]",
+        *(['checkpoint = "every"', f"every = {every}"] if every > 1 else [f'checkpoint = "{s.recompute}"']),
+    ]
     if s.float8:
         lines += ["", "[float8]", f'recipe = "{s.precision}"']
     lines += ["", "[compile]", f"enabled = {str(s.stack == 'compile').lower()}"]

@@ -3,11 +3,12 @@
 Choices that do not interact are settled one by one: the least recomputation that fits is the fastest, the method of
 context parallelism is the one with the cheapest block, async TP is on where there is tp. The rest is enumerated.
 
-The order is by estimated tokens per second, less 2 % for each axis outside the range of measured rows (tp across
-domains, pp > 8, cp > 8, under 4,096 tokens a microbatch, experts, more than 512 devices). Setups within 2 % of the best
-are a tie, and the simplest of a tie comes first: fewest axes, then small pp, cp, tp, ep.
+The order is by estimated tokens per second, less 2 % for each axis outside the range of measured rows (tp across domains,
+pp > 8, cp > 8, under 4,096 tokens a microbatch, experts on torch's own stack, more than 512 devices). Setups within 2 % of the
+best are a tie, and the simplest of a tie comes first: fewest axes, then small pp, cp, tp, ep.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +26,12 @@ _TIE = 0.02
 _HOST_BYTES = 128 * 2**30
 """Host memory that one device may use for parameters and optimizer state."""
 _RECOMPUTE = ("none", "selective", "full")
-_RECOMPUTE_TORCH = tuple({"recompute": name} for name in _RECOMPUTE)
+_RECOMPUTE_TORCH = (
+    {"recompute": "none"},
+    {"recompute": "full", "recompute_share": 1 / 4},  # each fourth block
+    {"recompute": "selective"},  # keeps less than each second block would, and is as fast
+    {"recompute": "full"},
+)
 _RECOMPUTE_TE = (
     {"recompute": "none"},
     {"recompute": "none", "recompute_modules": ("layernorm", "moe_act")},
@@ -41,8 +47,8 @@ class Ranking:
     request: PlanRequest
     best: list[StepEstimate]
     """Best first."""
-    families: dict[str, StepEstimate]
-    """The best without pipeline, without tensor and without context parallelism, and in bf16."""
+    kinds: dict[str, list[StepEstimate]]
+    """The best three without an axis, with experts over ranks or not, and of each precision, best first."""
     front: list[StepEstimate]
     """Setups that no other beats in both memory and speed, least memory first."""
     tie: int
@@ -84,14 +90,10 @@ class Searcher:
                     continue
                 found += [self._fastest(at(fitted, precision), peak) for precision in request.precisions]
         ranked, tie = self._rank(distinct(found))
-        families = {
-            name: next((e for e in ranked if getattr(e.setup, axis) == 1), None)
-            for name, axis in (("no pipeline", "pp"), ("no tensor parallelism", "tp"), ("no context parallelism", "cp"))
-        } | {"in bf16": next((e for e in ranked if e.setup.precision == "bf16"), None)}
         return Ranking(
             request,
             ranked[:top],
-            {name: e for name, e in families.items() if e is not None},
+            kinds_of(ranked),
             pareto(found),
             tie,
             examined,
@@ -105,8 +107,7 @@ class Searcher:
         if states > limit:
             options = options[-1:]
         for option in options:
-            if option != {"recompute": setup.recompute}:
-                setup = replace(setup, **option)  # type: ignore[arg-type]
+            setup = replace(setup, **{"recompute_share": 1.0, **option})  # type: ignore[arg-type]
             peak = memory_peak(shape, setup)
             if peak.allocated <= limit:
                 break
@@ -142,7 +143,9 @@ class Searcher:
         return self.constants[setup.precision]
 
     def _costs(self, s: Setup) -> list[BlockCost]:
-        key = (s.tp, s.cp, s.ep, s.microbatch, s.recompute, s.recompute_modules, s.precision, s.cp_method)
+        key = (
+            s.tp, s.cp, s.ep, s.microbatch, s.recompute, s.recompute_share, s.recompute_modules, s.precision, s.cp_method,
+        )  # fmt: skip
         if key not in self.costs:
             context = context_of(self.request.shape, self.request.machine, self._constants(s), s)
             self.costs[key] = [block_cost(context, b) for b in self.request.shape.blocks]
@@ -167,12 +170,29 @@ def at(setup: Setup, precision: Precision) -> Setup:
     return setup if setup.precision == precision else replace(setup, precision=precision)
 
 
+def kinds_of(ranked: list[StepEstimate]) -> dict[str, list[StepEstimate]]:
+    """What each choice buys: the best three with it and without it, of what was searched."""
+    chosen: dict[str, Callable[[Setup], bool]] = {
+        "no pipeline": lambda s: s.pp == 1,
+        "no tensor parallelism": lambda s: s.tp == 1,
+        "no context parallelism": lambda s: s.cp == 1,
+        "experts over ranks (ep)": lambda s: s.ep > 1,
+        "experts on every rank": lambda s: s.ep == 1,
+        "bf16": lambda s: not s.float8,
+        "float8": lambda s: s.float8,
+    }
+    kinds = {name: [e for e in ranked if fits(e.setup)] for name, fits in chosen.items()}
+    return {name: found[:3] for name, found in kinds.items() if 0 < len(found) < len(ranked)}
+
+
 def distinct(found: list[StepEstimate]) -> list[StepEstimate]:
     """Of setups that the model cannot tell apart (longer slices against more sequences), the simplest."""
     kept: dict[tuple[Any, ...], StepEstimate] = {}
     for e in sorted(found, key=lambda e: _simplicity(e.setup)):
         s = e.setup
-        kept.setdefault((s.pp, s.tp, s.ep, s.precision, s.schedule, round(e.time.total, 4), s.recompute), e)
+        kept.setdefault(
+            (s.pp, s.tp, s.ep, s.precision, s.schedule, round(e.time.total, 4), s.recompute, s.recompute_share), e
+        )
     return list(kept.values())
 
 
@@ -184,7 +204,7 @@ def outside(e: StepEstimate) -> list[str]:
         (s.pp > 8, "pp > 8"),
         (s.cp > 8, "cp > 8"),
         (s.tokens < 4096, "under 4,096 tokens a microbatch"),
-        (s.ep > 1, "experts"),
+        (e.shape.moe and not s.te, "experts on torch's own stack"),
         (s.world_size > 512, "more than 512 devices"),
     )
     return [name for is_outside, name in checks if is_outside]

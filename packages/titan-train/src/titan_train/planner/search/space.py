@@ -6,8 +6,10 @@ microbatch divides a rank's share of the batch; a pipeline has a microbatch for 
 a multiple of pp.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 from titan_train.models.shape import AttentionWidths, ExpertsShape, ModelShape
 from titan_train.planner.cost.constants import Constants
@@ -89,8 +91,8 @@ def batches(request: PlanRequest, chosen: dict[str, int]) -> Iterator[dict[str, 
     """Microbatch and schedule for given degrees."""
     pp, dp = chosen["pp"], chosen["dp_replicate"] * chosen["dp_shard"]
     local = request.global_batch // dp
-    for micro in (1, 2, 4, 8, 16):
-        if local % micro or request.fixed.get("microbatch", micro) != micro:
+    for micro in divisors(local):
+        if micro > 16 or request.fixed.get("microbatch", micro) != micro:
             continue
         m = local // micro
         if pp == 1:
@@ -119,8 +121,14 @@ def base_setup(request: PlanRequest) -> Setup:
 def _values(request: PlanRequest, name: str, most: int) -> tuple[int, ...]:
     if name in request.fixed:
         return (request.fixed[name],)
-    top = min(most, request.gpus)
-    return tuple(2**k for k in range(top.bit_length()) if 2**k <= top)
+    return tuple(n for n in divisors(request.gpus) if n <= most)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Of 24 devices also 3, 6 and 12 ranks make a degree."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def _replicas(request: PlanRequest, dp: int, inner: int) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ def estimate_text(e: StepEstimate) -> str:
     lines += ["", "memory of the fullest device"]
     for name, size in sorted(e.memory.parts.items(), key=lambda p: -p[1]):
         lines.append(f"  {name:<20}{size / _GIB:9.2f} GiB")
+    lines += notes_on([e])
     lines += ["", f"constants {e.constants.source}; machine: {e.machine.source}"]
     if outside(e):
         lines.append(f"outside the range of measured rows: {', '.join(outside(e))}")
@@ -73,15 +74,28 @@ def ranking_text(ranking: Ranking) -> str:
         )
         if number > 1:
             lines.append(f"{'':>48}{why(best[0], e)}")
-    shown = {id(e) for e in best}
-    extra = [(name, e) for name, e in ranking.families.items() if id(e) not in shown]
-    if extra:
-        lines += ["", "best of their kind, further down"]
-        for name, e in extra:
-            lines.append(f"  {name:<24}{e.tokens_per_s:>8,.0f}  {e.setup.describe()}: {why(best[0], e)}")
+    lines += ["", "the best three of each kind"]
+    for name, found in ranking.kinds.items():
+        for number, e in enumerate(found):
+            lines.append(
+                f"  {'' if number else name:<24}{e.tokens_per_s:>8,.0f} {e.memory.allocated_gib:>6.1f}  {e.setup.describe()}"
+                + (f": {why(best[0], e)}" if e is not best[0] and not number else "")
+            )
+    lines += notes_on(best)
     if best and outside(best[0]):
         lines += ["", f"The first lies outside the range of measured rows: {', '.join(outside(best[0]))}."]
     return "\n".join(lines)
+
+
+def notes_on(estimates: list[StepEstimate]) -> list[str]:
+    """What float8 means for the figures, where one of the setups uses it."""
+    if not any(e.setup.float8 for e in estimates):
+        return []
+    return [
+        "",
+        "float8 changes the numbers of a run: compare its loss with bf16's over your first thousand steps.",
+        "MFU is over the bf16 peak, which float8 products exceed.",
+    ]
 
 
 def comparison_text(a: StepEstimate, b: StepEstimate) -> str:
