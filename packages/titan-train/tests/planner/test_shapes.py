@@ -43,3 +43,14 @@ def test_dashes_point_releases_and_sizes_are_accepted(name: str, known: str) -> 
 def test_a_cut_model_keeps_one_dense_block() -> None:
     cut = find_shape("deepseek_v3").cut(4)
     assert [b.count for b in cut.blocks] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("moonlight-16b", 16.0), ("glm4.5", 355.0), ("glm4.5-air", 106.0), ("minimax-m2", 230.0), ("qwen3-next-80b", 80.0),
+        ("kimi-linear-48b", 49.1),
+    ],
+)  # fmt: skip
+def test_a_published_shape_has_the_published_number_of_parameters(name: str, billions: float) -> None:
+    assert find_shape(name).parameters() / 1e9 == pytest.approx(billions, rel=0.01)

@@ -16,6 +16,9 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 
     dense, experts = rank_parameters(shape, setup, first=first, share=share)
     shard = setup.dp_shard * setup.cp
     expert_shard = max(1, shard * setup.tp // setup.ep)
+    stacked = next((b.ffn.num_experts // setup.ep for b in shape.blocks if isinstance(b.ffn, ExpertsShape)), 1)
+    if expert_shard < stacked:  # the fullest shard has whole experts
+        experts *= -(-stacked // expert_shard) * expert_shard / stacked
     both = ((dense, shard), (experts, expert_shard))
     of_blocks, of_ends = setup.state_bytes
 

@@ -88,7 +88,10 @@ class Searcher:
                     if closest is None or peak.allocated < closest.memory.allocated:
                         closest = self._estimate(fitted, peak)
                     continue
-                found += [self._fastest(at(fitted, precision), peak) for precision in request.precisions]
+                for chosen_precision in request.precisions:
+                    precise = at(fitted, chosen_precision)
+                    held = peak if precise is fitted else memory_peak(request.shape, precise)
+                    found.append(self._fastest(precise, held))
         ranked, tie = self._rank(distinct(found))
         return Ranking(
             request,
