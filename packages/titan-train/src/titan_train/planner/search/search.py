@@ -88,10 +88,12 @@ class Searcher:
                     if closest is None or peak.allocated < closest.memory.allocated:
                         closest = self._estimate(fitted, peak)
                     continue
-                for chosen_precision in request.precisions:
-                    precise = at(fitted, chosen_precision)
-                    held = peak if precise is fitted else memory_peak(request.shape, precise)
-                    found.append(self._fastest(precise, held))
+                for precision in request.precisions:
+                    precise, held = fitted, peak
+                    if precision != fitted.precision:  # casts take the place of what bf16 keeps, or stand beside it
+                        precise, held = self._least_recompute(at(setup, precision), states)
+                    if held.allocated <= request.limit_bytes:
+                        found.append(self._fastest(precise, held))
         ranked, tie = self._rank(distinct(found))
         return Ranking(
             request,
