@@ -11,7 +11,8 @@ import torch, numpy, pydantic, jinja2, rich.progress, sentencepiece, tiktoken  #
 import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.pipelining
 import asyncio, contextlib, multiprocessing, subprocess, tempfile
 for name in ("psutil", "transformers.modeling_utils", "transformers.masking_utils", "huggingface_hub.file_download",
-             "peft", "lm_eval.api.model", "lm_eval.evaluator", "starlette.applications", "uvicorn", "pyarrow"):
+             "peft", "lm_eval.api.model", "lm_eval.evaluator", "starlette.applications", "uvicorn", "pyarrow",
+             "accelerate", "transformers.trainer", "lightning.pytorch.plugins.io"):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 
@@ -33,6 +34,9 @@ failed = []
 for package in ("titan_mesh", "titan_fsdp", "titan_pipeline", "titan_cp", "titan_fp8", "titan_ckpt", "titan_train"):
     folder = importlib.import_module(package).__path__
     for found in pkgutil.walk_packages(folder, package + "."):
+        integration = found.name.rpartition("titan_ckpt.integrations.")[2]  # each is named for the library that it needs
+        if integration in ("transformers", "accelerate", "lightning") and integration not in sys.modules:
+            continue
         if found.name.endswith((".__main__", ".preload")):  # programs, not modules to import
             continue
         try:
