@@ -1,5 +1,8 @@
 """Sockets between ranks of one machine: what a message costs, what does not fit, and who gets gloo instead."""
 
+import socket
+import threading
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -149,3 +152,25 @@ def test_one_rank_alone_needs_no_socket():
 
 def _alone():
     return type(host_transport()).__name__
+
+
+def test_what_a_full_socket_has_not_taken_is_sent_before_it_is_closed():
+    """Rank 0's last answer may wait behind a piece of data, and rank 0 ends right after it."""
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    box = outbox.Outbox(here)
+    box.put([bytes(2**22)], None)
+    box.put([b"the answer"], None)
+    got = bytearray()
+
+    def read():
+        while part := there.recv(2**16):
+            got.extend(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    box.close()
+    reader.join()
+    there.close()
+    assert len(got) == 2**22 + 10
+    assert got.endswith(b"the answer")

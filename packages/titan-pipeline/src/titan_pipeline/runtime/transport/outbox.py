@@ -14,6 +14,8 @@ from typing import Any
 
 _MOST_SHAPES = 4096
 """Kinds of message that a channel remembers; those after them are described each time."""
+_PATIENCE_S = 5.0
+"""For a rank that takes nothing any more, when this one ends."""
 
 
 class Outbox:
@@ -63,14 +65,14 @@ class Outbox:
                 self._changed.notify()
 
     def close(self) -> None:
-        """End the thread, and close the socket."""
+        """Send what is left, as long as the other rank takes it, then end the thread and close the socket."""
         with self._changed:
             self._ended = True
             self._changed.notify()
-        with suppress(OSError):  # the other rank may have gone first
-            self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(1.0)
+            self._thread.join(_PATIENCE_S)
+        with suppress(OSError):  # the other rank may have gone first; wakes a thread that waits for one that hangs
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _run(self) -> None:
@@ -81,7 +83,7 @@ class Outbox:
             with self._changed:
                 while not self._ended and not self._waiting:
                     self._changed.wait()
-                if self._ended:
+                if not self._waiting:
                     return
                 piece, keep = self._waiting[0]
             ready.poll()
