@@ -102,7 +102,7 @@ def test_a_damaged_folder_is_refused_by_name(
         shown = capsys.readouterr()
         (error,) = [line for line in shown.err.splitlines() if line.startswith("error: ")]
         assert str(damaged) in error
-        assert (words if command in ("generate", "eval") else "is not a run's folder") in error
+        assert (words if command in ("generate", "eval", "serve") else "is not a run's folder") in error
         assert not shown.out
     assert sorted(tmp_path.rglob("*")) == before
 
