@@ -111,6 +111,7 @@ def test_cu_seqlens_may_be_a_tensor():
         ({"seq_len": 5, "method": "ring", "layout": "contiguous"}, r"multiple of 8\. Nearest: 8\."),
         ({"seq_len": 8200, "method": "ring", "layout": "block"}, r"multiple of 1024\. Nearest: 8192 or 9216"),
         ({"seq_len": 1004, "method": "usp", "ulysses_degree": 2}, r"multiple of 8"),
+        ({"seq_len": 1000, "method": "usp", "ulysses_degree": 8, "layout": "zigzag"}, r"multiple of 16"),
         ({"num_kv_heads": 5}, r"num_kv_heads=5 does not divide num_heads=32.*\[1, 2, 4, 8, 16, 32\]"),
         ({"window": 0}, r"window=0 leaves a token nothing to attend to"),
         ({"rank": 8}, r"rank=8 is outside a group of size=8"),

@@ -96,7 +96,8 @@ def check_documents(seq_len: int | None, cu_seqlens: Sequence[int] | Tensor | No
 
 def legal_multiple(method: str, layout: str, size: int, ring_degree: int, block_size: int) -> int:
     """What the sequence length must be a multiple of."""
-    ranks = size if method == "ulysses" else ring_degree
+    # USP without a ring holds tokens as Ulysses does: cut over all ranks
+    ranks = size if method == "ulysses" or ring_degree == 1 else ring_degree
     return math.lcm(layout_multiple(layout, ranks, block_size), size)
 
 
