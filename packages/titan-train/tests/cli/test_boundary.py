@@ -83,6 +83,7 @@ def test_no_interrupt_comes_after_a_command_that_has_ended(capsys):
 
 def test_a_defect_is_one_line_and_its_traceback_is_kept_in_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("titan_train.cli.boundary._is_of_the_user", lambda _: False)  # this test's own frames are
     elsewhere = compile("raise RuntimeError('of somebody else')", "/lib/other.py", "exec")
     for command, words in (
         (lambda: {}["x"], "KeyError: 'x'"),
@@ -91,6 +92,7 @@ def test_a_defect_is_one_line_and_its_traceback_is_kept_in_a_file(tmp_path, monk
         assert exit_code(command) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
+        assert "This is a defect of titan-train" in line
         (file,) = tmp_path.iterdir()
         assert str(file) in line
         assert file.read_text().startswith("Traceback (most recent call last)")
@@ -138,3 +140,16 @@ def test_a_reader_that_leaves_is_no_error():
     code = "import sys; from titan_train.cli import main; sys.exit(main(['list']))"
     command = f"{sys.executable} -c {code!r} | true"
     assert subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False).stderr == ""
+
+
+def test_an_error_of_the_users_code_is_not_called_a_defect_of_ours(tmp_path, capsys):
+    file = tmp_path / "bigram.py"
+    file.write_text("def forward(tokens):\n    return tokens.missing\n")
+    code = compile(file.read_text(), str(file), "exec")
+    module = {}
+    exec(code, module)
+    assert exit_code(lambda: module["forward"](3)) == 1
+    err = capsys.readouterr().err
+    assert "AttributeError: 'int' object has no attribute 'missing' (bigram.py, line 2)" in err
+    assert "Your own code raised this" in err
+    assert "defect" not in err

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import traceback
@@ -99,14 +100,16 @@ def _of_a_library(err: BaseException) -> int:
             return _end(f"there is not enough memory for what was asked ({first_line(err)})", 1)
         if _raised_by_us(err):  # the world failed us, and the message says how
             return _end(str(err), 1)
-    return _defect(err)
+    return _unforeseen(err)
 
 
-def _defect(err: BaseException) -> int:
-    """An unforeseen error: its place in one line, its traceback in a file."""
+def _unforeseen(err: BaseException) -> int:
+    """An error of the user's own code or a defect: its place in one line, its traceback in a file."""
     text = "".join(traceback.format_exception(err))
     frames = traceback.extract_tb(err.__traceback__)
-    where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "an unknown place"
+    own = [frame for frame in frames if _is_of_the_user(frame.filename)]
+    last = (own or frames or [None])[-1]
+    where = f"{Path(last.filename).name}, line {last.lineno}" if last is not None else "an unknown place"
     kept = "it could not be written to a file"
     with (
         contextlib.suppress(OSError),
@@ -117,7 +120,22 @@ def _defect(err: BaseException) -> int:
         file.write(text)
         kept = f"it is in {file.name}"
     message = f"{type(err).__name__}: {shortened(first_line(err), 200)} ({where})"
+    if own:
+        return _end(f"{message}. Your own code raised this or called what did. The traceback: {kept}.", 1)
     return _end(f"{message}. This is a defect of titan-train: please report it with its traceback; {kept}.", 1)
+
+
+def _is_of_the_user(file: str) -> bool:
+    """Whether a file is neither ours nor part of Python or of an installed library, or is named with ``--code``."""
+    from titan_train.trust.factory import SOURCE_ONLY
+
+    path = Path(file)
+    if not set(_OURS).isdisjoint(path.parts) or not path.is_file():
+        return False
+    named = os.environ.get(SOURCE_ONLY, "").split(os.pathsep)
+    if any(name and (path.is_relative_to(name) or name in path.parts) for name in named):
+        return True
+    return not any(path.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 
 def _end(message: str, code: int) -> int:
