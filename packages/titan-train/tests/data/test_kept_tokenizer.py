@@ -24,7 +24,7 @@ def test_a_run_needs_neither_cache_nor_template_file_any_more(tmp_path, kind):
     )
     prepare_inputs(config, quiet=True)
     inputs = open_inputs(config)
-    save_tokenizer(tmp_path / "run", inputs)
+    save_tokenizer(tmp_path / "run", inputs.tokenizer, inputs.template)
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "chat.jinja").unlink()
     (tmp_path / "text.txt").unlink()

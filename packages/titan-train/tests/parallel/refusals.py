@@ -46,8 +46,6 @@ REFUSALS = (
     Refusal("a sequence that sequence parallelism cannot cut", {"parallel": {"tp": 2}, "model": {"seq_len": 63}}),
     Refusal("asynchronous tensor parallelism without sequence parallelism",
             {"parallel": {"tp": 2, "async_tp": True, "sequence_parallel": False}}),
-    Refusal("Ulysses over more ranks than query heads can be shared by",
-            {"parallel": {"cp": 8}, "context": {"method": "ulysses"}}),
     Refusal("a sequence that context parallelism cannot cut", {"parallel": {"cp": 4}, "model": {"seq_len": 62}}),
     Refusal("context parallelism of packed rows, several a micro-batch, with a balance loss",
             {"parallel": {"cp": 2}, "train": {"microbatch": 2, "global_batch": 8}}, base=_MOE),

@@ -18,13 +18,13 @@ def test_what_a_checkpoint_relies_on_is_synced_before_it_is_saved(tmp_path, monk
         sync(descriptor)
         synced[str(Path(f"/proc/self/fd/{descriptor}").readlink())] = os.fstat(descriptor).st_size
 
-    def recording_save(self, step, state):
+    def recording_save(self, step, state, **options):
         """What a power cut leaves at worst, at the moment at which the checkpoint may begin to count."""
         files = [path for path in run_dir.rglob("*") if path.is_file() and "checkpoints" not in path.parts]
         survives[step] = {path.name: path.read_bytes()[: synced.get(str(path), 0)] for path in files}
         assert {path.name for path in files if path.stat().st_size != len(survives[step][path.name])} == set()
         assert {str(run_dir), str(run_dir / "tokenizer")} <= set(synced)  # the names too
-        return save(self, step, state)
+        return save(self, step, state, **options)
 
     monkeypatch.setattr(os, "fsync", recording_sync)
     monkeypatch.setattr(Checkpointer, "save", recording_save)
