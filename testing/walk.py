@@ -34,7 +34,7 @@ class Row(NamedTuple):
     """Most CPU seconds; 0 sets no limit."""
 
 
-MODULE = "class M(torch.nn.Module):\n    def __init__(s):\n        super().__init__(); s.e = torch.nn.Embedding(256, 16); s.h = torch.nn.Linear(16, 256)\n"
+MODULE = "class M(torch.nn.Module):\n    def __init__(s):\n        super().__init__(); s.e = torch.nn.Embedding(300, 16); s.h = torch.nn.Linear(16, 300)\n"
 FILES = {
     "own/tuples.py": f"import torch\n{MODULE}    def forward(s, idx, targets=None):\n        return s.h(s.e(idx)), None\ndef build() -> torch.nn.Module: return M()\n",
     "rows.jsonl": '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n'

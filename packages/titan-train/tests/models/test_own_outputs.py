@@ -66,6 +66,11 @@ class Narrow(Base):
         return self.embed(tokens).sum(-1)
 
 
+class Few(Base):
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))[..., :100]
+
+
 class Broken(Base):
     def forward(self, tokens):
         return self.head(self.embed(tokens).transpose(1, 2))
@@ -108,6 +113,7 @@ def test_a_module_that_gives_no_logits_is_refused_in_one_line_and_one_that_does_
     for name, words in (
         ("NoLogits", "its forward returned a dict for tokens [1, 16]. It must return logits [B, S, V]"),
         ("Narrow", "its forward returned a tensor of shape [1, 16] for tokens [1, 16]"),
+        ("Few", "its forward returned 100 logits a token, and the tokenizer has 259 tokens"),
         ("Broken", "its forward failed on tokens [1, 16]: RuntimeError"),
     ):
         arguments = ["c.toml", "--model.name", f"outputs_model:{name}", "--code", "."]

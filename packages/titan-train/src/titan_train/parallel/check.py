@@ -58,7 +58,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     _check_plan(config, layout, model)
     task.check(config, model)
     if ":" in config.model.name and "cu_seqlens" in task.keywords:
-        _try_own_forward(config, model)
+        _try_own_forward(config, model, task.vocab_size(config))
     _probe(config, layout, model, task)
     if spec.tp > 1:
         check_tensor_parallel(
@@ -82,7 +82,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     check_gather(config)
 
 
-def _try_own_forward(config: Config, model: nn.Module) -> None:
+def _try_own_forward(config: Config, model: nn.Module, vocab_size: int | None) -> None:
     """Refuse a user's module whose forward does not fit a row of tokens, or returns no logits; in one line, before ranks do.
 
     Only torch's refusal of shapes and Python's of arguments counts. Any other error may come from the trial itself, which has no
@@ -109,6 +109,11 @@ def _try_own_forward(config: Config, model: nn.Module) -> None:
             f"model.name={config.model.name!r}: its forward returned {found} for tokens [1, {config.model.seq_len}]. It must "
             "return logits [B, S, V]: as a tensor, in a tuple with a loss, as the key 'logits' of a dict, or as an attribute "
             ".logits."
+        )
+    if vocab_size is not None and output.shape[2] < vocab_size:
+        raise ValueError(
+            f"model.name={config.model.name!r}: its forward returned {output.shape[2]} logits a token, and the tokenizer has "
+            f"{vocab_size} tokens. Make it as wide: an argument vocab_size of the factory is given that number."
         )
 
 
