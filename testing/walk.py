@@ -73,7 +73,7 @@ ROWS = [
     Row("weights of a run", f"titan-train run debug {SMALL} --run.name again --model.init run:runs/debug", "finished"),
     *(Row(f"init {kind}", f"titan-train init {kind} --out {kind}.toml && titan-train check {kind}.toml --paper") for kind in ("pretrain", "continue", "sft", "lora", "diffusion")),
     Row("list shows sft and lora", "titan-train list", r"(?s)lora.*sft|sft.*lora"),
-    Row("an absent hub model names the command", "titan-train check debug --model.init hf:ORG/NAME", "titan-train data download", 2),
+    Row("an absent hub model names the command", "titan-train check debug --run.name new --model.init hf:ORG/NAME", "titan-train data download", 2),
     # python
     Row("load_config by keywords", f"{sys.executable} -c \"from titan_train import load_config; print(load_config('debug', train={{'steps': 8}}).train.steps)\"", "^8"),
     Row("dir is the API", f"{sys.executable} -c \"import titan_train as t; assert not {{*dir(t)}} - {{*t.__all__}} - {{n for n in dir(t) if n.startswith('__')}}\""),
