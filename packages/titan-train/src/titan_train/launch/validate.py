@@ -72,7 +72,7 @@ def validate(config: Config, world_size: int) -> "nn.Module":
     model = build_model(config.model, vocab_size=task.vocab_size(config), device="meta")
     freeze(model, config.train.freeze)
     plan_groups(model, config.optimizer)
-    check_model(config, plan.layout, plan.batch, model, task)
+    check_model(config, plan.layout, plan.batch, model, task, vocab_size=task.vocab_size(config))
     if config.model.init and newest_checkpoint(run_folder(config)) is None:
         from titan_train.train.published_tokenizer import check_tokenizer
         from titan_train.train.warm_start import check_init, check_run_init

@@ -33,7 +33,15 @@ from titan_train.trust.factory import describe_error
 _TRIAL = re.compile(r"meta|cuda|device|memory|storage|process group", re.IGNORECASE)
 
 
-def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module, task: Task | None = None) -> None:
+def check_model(
+    config: Config,
+    layout: Layout,
+    batch: BatchPlan,
+    model: nn.Module,
+    task: Task | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> None:
     """Refuse what this model cannot do under this layout, before any rank starts.
 
     Args:
@@ -42,6 +50,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
         batch: How a step is cut.
         model: The whole model, on the meta device.
         task: What it is trained on; None takes the configuration's.
+        vocab_size: Tokens that a module of the user's must have logits for; None does not look.
 
     Raises:
         ValueError: Heads, widths, experts, layers or lengths do not fit; the message names both numbers.
@@ -58,7 +67,7 @@ def check_model(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     _check_plan(config, layout, model)
     task.check(config, model)
     if ":" in config.model.name and "cu_seqlens" in task.keywords:
-        _try_own_forward(config, model, task.vocab_size(config))
+        _try_own_forward(config, model, vocab_size)
     _probe(config, layout, model, task)
     if spec.tp > 1:
         check_tensor_parallel(
