@@ -127,15 +127,13 @@ def _unforeseen(err: BaseException) -> int:
 
 def _is_of_the_user(file: str) -> bool:
     """Whether a file is neither ours nor part of Python or of an installed library, or is named with ``--code``."""
-    from titan_train.trust.factory import SOURCE_ONLY
+    from titan_train.trust.factory import is_named
 
     path = Path(file)
     if not set(_OURS).isdisjoint(path.parts) or not path.is_file():
         return False
-    named = os.environ.get(SOURCE_ONLY, "").split(os.pathsep)
-    if any(name and (path.is_relative_to(name) or name in path.parts) for name in named):
-        return True
-    return not any(path.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+    libraries = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    return is_named(path) or not any(path.is_relative_to(library) for library in libraries)
 
 
 def _end(message: str, code: int) -> int:

@@ -194,6 +194,11 @@ def _below_code(path: str) -> bool:
     return any(Path(path).is_relative_to(word) for word in _listed(SOURCE_ONLY) if Path(word).is_absolute())
 
 
+def is_named(file: Path) -> bool:
+    """Whether a source file lies below a folder of ``--code``, or in a package that was named so."""
+    return _below_code(str(file)) or not set(_listed(SOURCE_ONLY)).isdisjoint(file.parts)
+
+
 def _is_trusted(top: str, spec: ModuleSpec) -> bool:
     """Whether the package was named to `use_code`, or lies directly in a folder that was."""
     named = _listed(SOURCE_ONLY)
