@@ -187,9 +187,9 @@ def build(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """The trainer against a hand-written loop, paired; see benchmarks/ for the others."""
+    """A step of the trainer in turns with its peers; see benchmarks/ for the others."""
     _sync(session, "test", "--all-packages")
-    session.run("python", "benchmarks/train_throughput.py", *session.posargs, env=TEST_ENV)
+    session.run("python", "benchmarks/peers/step.py", *session.posargs, env=TEST_ENV)
 
 
 def _sync(session: nox.Session, group: str, *arguments: str) -> None:
