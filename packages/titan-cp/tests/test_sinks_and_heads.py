@@ -78,7 +78,9 @@ def worst_ratios(cases, world=None, replica=0):
                 terms = torch.exp(sinks[0].double()[:, None] - lse) * (grad_out * out).sum(-1)
                 assert_close(-terms.sum((0, 2)), want[4], rtol=1e-12)
                 sizes[4] = terms.abs().sum((0, 2)).max()
-            for name, a, b, w, size in zip(("out", "dq", "dk", "dv", "dsinks"), whole, alone, want, sizes, strict=False):
+            for name, a, b, w, size in zip(
+                ("out", "dq", "dk", "dv", "dsinks"), whole, alone, want, sizes, strict=False
+            ):
                 allowed = 3 * (b.double() - w).abs().max() + 1.2e-7 * size
                 ratios[number, method, layout, heads, window, name] = float((a.double() - w).abs().max() / allowed)
     return ratios
