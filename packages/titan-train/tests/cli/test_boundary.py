@@ -83,7 +83,7 @@ def test_no_interrupt_comes_after_a_command_that_has_ended(capsys):
 
 def test_a_defect_is_one_line_and_its_traceback_is_kept_in_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("titan_train.cli.boundary._is_of_the_user", lambda _: False)  # this test's own frames are
+    monkeypatch.setattr("titan_train.trust.owner.owner_of", lambda _: "library")  # this test's own frames are
     elsewhere = compile("raise RuntimeError('of somebody else')", "/lib/other.py", "exec")
     for command, words in (
         (lambda: {}["x"], "KeyError: 'x'"),

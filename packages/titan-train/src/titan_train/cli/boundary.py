@@ -8,18 +8,15 @@ import logging
 import os
 import signal
 import sys
-import sysconfig
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Generator
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from titan_train.terminal import clean_output, first_line, printable, shortened
 
-_OURS = ("titan_mesh", "titan_fsdp", "titan_pipeline", "titan_cp", "titan_fp8", "titan_ckpt", "titan_train")
 _TOO_LARGE = "storage size calculation overflowed"
 _ALLOCATION = ("allocate memory", "out of memory")
 
@@ -98,18 +95,19 @@ def _of_a_library(err: BaseException) -> int:
             return _end(f"a size is too large: {first_line(err)}. Choose a smaller one.", 2)
         if any(sign in str(err).lower() for sign in _ALLOCATION):
             return _end(f"there is not enough memory for what was asked ({first_line(err)})", 1)
-        if _raised_by_us(err):  # the world failed us, and the message says how
+        from titan_train.trust.owner import raised_in
+
+        if raised_in(err)[0] == "titan":  # the world failed us, and the message says how
             return _end(str(err), 1)
     return _unforeseen(err)
 
 
 def _unforeseen(err: BaseException) -> int:
     """An error of the user's own code or a defect: its place in one line, its traceback in a file."""
+    from titan_train.trust.owner import place_of
+
     text = "".join(traceback.format_exception(err))
-    frames = traceback.extract_tb(err.__traceback__)
-    own = [frame for frame in frames if _is_of_the_user(frame.filename)]
-    last = (own or frames or [None])[-1]
-    where = f"{Path(last.filename).name}, line {last.lineno}" if last is not None else "an unknown place"
+    where, own = place_of(err)
     kept = "it could not be written to a file"
     with (
         contextlib.suppress(OSError),
@@ -119,21 +117,10 @@ def _unforeseen(err: BaseException) -> int:
     ):
         file.write(text)
         kept = f"it is in {file.name}"
-    message = f"{type(err).__name__}: {shortened(first_line(err), 200)} ({where})"
+    message = f"{type(err).__name__}: {shortened(first_line(err), 200)} ({where or 'an unknown place'})"
     if own:
         return _end(f"{message}. Your own code raised this or called what did. The traceback: {kept}.", 1)
     return _end(f"{message}. This is a defect of titan-train: please report it with its traceback; {kept}.", 1)
-
-
-def _is_of_the_user(file: str) -> bool:
-    """Whether a file is neither ours nor part of Python or of an installed library, or is named with ``--code``."""
-    from titan_train.trust.factory import is_named
-
-    path = Path(file)
-    if not set(_OURS).isdisjoint(path.parts) or not path.is_file():
-        return False
-    libraries = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    return is_named(path) or not any(path.is_relative_to(library) for library in libraries)
 
 
 def _end(message: str, code: int) -> int:
@@ -147,11 +134,3 @@ def _system_error(err: OSError) -> str:
     names = " -> ".join(shortened(str(name), 200) for name in (err.filename, err.filename2) if name is not None)
     reason = err.strerror or first_line(err)
     return f"{names}: {reason}" if names else reason
-
-
-def _raised_by_us(err: BaseException) -> bool:
-    """Whether the error was raised in a package of ours, on purpose, and not below it."""
-    frame = err.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and not set(_OURS).isdisjoint(Path(frame.tb_frame.f_code.co_filename).parts)

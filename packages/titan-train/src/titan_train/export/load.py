@@ -9,6 +9,7 @@ from titan_train.export.tokenizer_json import folder_ids, folder_text
 from titan_train.files import refuse_link_out
 from titan_train.terminal import first_line
 from titan_train.trust import admit_machine_code
+from titan_train.trust.owner import raised_in
 
 TARGETS = ("hf", "gguf", "onnx", "aoti", "dcp")
 
@@ -57,19 +58,12 @@ def using(folder: Path) -> Generator[None]:
     except (ImportError, MemoryError):
         raise
     except Exception as err:
-        if isinstance(err, ValueError) and _raised_by_us(err):
+        if isinstance(err, ValueError) and raised_in(err)[0] == "titan":
             raise
         raise ValueError(
             f"{folder} cannot be used ({type(err).__name__}: {first_line(err)[:300]}): a file of it is damaged, missing or not "
             "of this export. Export the run again."
         ) from err
-
-
-def _raised_by_us(err: BaseException) -> bool:
-    frame = err.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("titan_")
 
 
 def read_exported(folder: Path) -> Exported:

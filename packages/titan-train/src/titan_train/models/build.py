@@ -11,7 +11,8 @@ from titan_train.models.arguments import ModelChoice, model_args
 from titan_train.models.call import take_logits
 from titan_train.models.parametrization import parametrize
 from titan_train.models.registry import find_model
-from titan_train.trust.factory import describe_error, import_factory
+from titan_train.trust.factory import import_factory
+from titan_train.trust.owner import describe_error
 from titan_train.values import did_you_mean
 
 _RANDOM_FILLS = frozenset({Tensor.normal_, Tensor.uniform_})

@@ -1,8 +1,6 @@
 """What a model cannot do under a layout: refused with one error, before any rank starts. Each feature has its own check."""
 
 import re
-import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from titan_train.parallel.tensor.float8_linears import check_gather
 from titan_train.parallel.tensor.styles import merge_tables, table_for
 from titan_train.parallel.tied import meaning_all_copies
 from titan_train.task import Task, load_task
-from titan_train.trust.factory import describe_error
+from titan_train.trust.owner import describe_error, raised_in
 
 # what tensors without memory, device or process group make a forward say
 _TRIAL = re.compile(r"meta|cuda|device|memory|storage|process group", re.IGNORECASE)
@@ -102,10 +100,9 @@ def _try_own_forward(config: Config, model: nn.Module, vocab_size: int | None) -
         with torch.no_grad():
             output: Any = model(tokens)
     except Exception as err:  # the user's own code
-        *_, (raised, _) = traceback.walk_tb(err.__traceback__)
-        place = Path(raised.f_code.co_filename).parts
-        of_library = "distributed" in place or ("site-packages" in place and "torch" not in place)
-        if of_library or not isinstance(err, RuntimeError | TypeError) or _TRIAL.search(str(err)):
+        owner, file = raised_in(err)
+        needs_ranks = owner == "library" or (owner == "torch" and "distributed" in file.parts)
+        if needs_ranks or not isinstance(err, RuntimeError | TypeError) or _TRIAL.search(str(err)):
             return
         raise ValueError(
             f"model.name={config.model.name!r}: its forward failed on tokens [1, {config.model.seq_len}]: {describe_error(err)}"

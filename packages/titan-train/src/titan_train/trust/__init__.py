@@ -4,6 +4,7 @@
 
 - `factory` imports the callable, from folders and packages given with ``--code`` only, and takes it only if it is defined
   there, at the top level of a module, and declared to build an `nn.Module`.
+- `owner` tells whose code raised an error: the user's, ours, torch's or another library's.
 - `published` refuses code that a folder's ``config.json`` asks transformers to fetch or to run.
 - `record` remembers, in the account of the user and not in the run's folder, which code a run was started with. A folder
   made elsewhere needs ``--trust-code``; the user's own does not, as long as the code has not changed. The same holds for

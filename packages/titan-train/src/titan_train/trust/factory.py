@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import traceback
 import typing
 from collections.abc import Callable, Sequence
 from importlib.machinery import (
@@ -20,14 +19,12 @@ from importlib.machinery import (
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from titan_train.trust.owner import SOURCE_ONLY, below_code, describe_error, listed
 from titan_train.values import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
 
-
-SOURCE_ONLY = "TITAN_TRAIN_CODE"
-"""The environment variable that passes the folders and packages of ``--code`` on to ranks."""
 
 # They hold functions that are declared to build a module and that run what their arguments name: a folder's own Python, a
 # pickle, a repository on a hub. A configuration chooses the arguments.
@@ -180,40 +177,27 @@ def _ignore_bytecode() -> None:
     if _finder not in sys.path_hooks:
         sys.path_hooks.insert(0, _finder)
     for path in list(sys.path_importer_cache):
-        if _below_code(path):
+        if below_code(path):
             del sys.path_importer_cache[path]
 
 
 def _finder(path: str) -> FileFinder:
-    if not _below_code(path):
+    if not below_code(path):
         raise ImportError(f"{path} was not named with --code")
     return FileFinder(path, (ExtensionFileLoader, EXTENSION_SUFFIXES), (_FromSource, SOURCE_SUFFIXES))
 
 
-def _below_code(path: str) -> bool:
-    return any(Path(path).is_relative_to(word) for word in _listed(SOURCE_ONLY) if Path(word).is_absolute())
-
-
-def is_named(file: Path) -> bool:
-    """Whether a source file lies below a folder of ``--code``, or in a package that was named so."""
-    return _below_code(str(file)) or not set(_listed(SOURCE_ONLY)).isdisjoint(file.parts)
-
-
 def _is_trusted(top: str, spec: ModuleSpec) -> bool:
     """Whether the package was named to `use_code`, or lies directly in a folder that was."""
-    named = _listed(SOURCE_ONLY)
+    named = listed(SOURCE_ONLY)
     if top in named:
         return True
     places = [Path(place) for place in spec.submodule_search_locations or [spec.origin or "nowhere"]]
     return all(str(place.parent.resolve()) in named for place in places)
 
 
-def _listed(variable: str) -> list[str]:
-    return list(filter(None, os.environ.get(variable, "").split(os.pathsep)))
-
-
 def _add_to(variable: str, word: str) -> None:
-    if word not in (known := _listed(variable)):
+    if word not in (known := listed(variable)):
         os.environ[variable] = os.pathsep.join([*known, word])
 
 
@@ -235,14 +219,6 @@ def _import(model_name: str, module_name: str) -> Any:
         ) from err
     except Exception as err:
         raise ValueError(f"model.name={model_name!r}: importing {module_name} failed: {describe_error(err)}") from err
-
-
-def describe_error(err: BaseException) -> str:
-    """``TypeError: unsupported operand (my_model.py, line 12)``: an error of somebody else's code, in one line."""
-    frames = traceback.extract_tb(err.__traceback__)
-    frames = [frame for frame in frames if "site-packages" not in Path(frame.filename).parts] or frames  # not torch's
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(err).__name__}: {' '.join(str(err).split())[:300]}{where}"
 
 
 def _check_declared(model_name: str, found: Any) -> None:
