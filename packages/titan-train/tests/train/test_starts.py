@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,11 @@ def test_a_branch_continues_its_parent_in_another_folder_on_any_layout(folder):
     assert train(config)[0] == 8
     assert read_run_info(folder / "runs/branch")["parent"] == {"run": str(parent), "step": 4}
     assert {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()} == before
-    assert f"branched from {parent}@4" in build_report(folder / "runs/branch").read_text()
+    page = build_report(folder / "runs/branch").read_text()
+    assert f"branched from {parent}@4" in page
+    assert re.search(
+        r'"name": ?"parent, parent", ?"role": ?"parent", ?"x": ?\[1, 2, 3, 4, 5, 6, 7, 8\]', page.replace("&#34;", '"')
+    )
     assert "Branched from" in compare_runs([parent, folder / "runs/branch"], folder / "page.html")
 
     for start, name, words in (
@@ -95,6 +100,36 @@ def test_a_branch_continues_its_parent_in_another_folder_on_any_layout(folder):
                 resolve_starts(config)
         else:  # the losses of both are on record
             assert resolve_starts(config).checkpoint.start_from == f"{parent}@8"
+
+
+def test_check_refuses_a_branch_that_its_parent_does_not_fit_in_the_words_of_run(folder, tmp_path, capsys):
+    folder, _ = folder
+    (tmp_path / "other.txt").write_text("another corpus\n" * 400)
+    other = {"sources": [{"name": "corpus", "kind": "text", "paths": [str(tmp_path / "other.txt")]}]}
+    prepare_inputs(configure(folder, "other", data=other), quiet=True)
+    unprepared = {"cache_dir": str(tmp_path / "empty")}
+    deeper = {"args": {"rope_theta": 20_000.0, "num_layers": 3}}
+    file = tmp_path / "misfit.toml"
+    for sections, said in (
+        ({"model": deeper}, "parent@4' holds another model, llama3_debug: "),
+        ({"model": {"args": {"ffn_dim": 64}}}, "parent@4' holds a model of other sizes: "),
+        ({"optimizer": {"name": "sgd"}}, "holds the state of 'adamw', which 'sgd' cannot use"),
+        ({"run": {"seed": 8}}, "seed was 7 when the state was saved and is 8 now"),
+        ({"model": {"seq_len": 8}}, "seq_len was 16 when the state was saved and is 8 now"),
+        ({"data": other}, "fingerprint was "),
+        ({"data": other, "checkpoint": {"allow_data_change": True}}, ""),
+        ({"data": unprepared}, ""),
+        ({}, ""),
+    ):
+        file.write_text(dump_config(configure(folder, "misfit", **sections)))
+        words = [str(file), "--from", f"{folder}/runs/parent@4", "--launch.nproc", "1"]
+        assert main(["check", *words]) == (2 if said else 0)
+        err = capsys.readouterr().err
+        assert said in err
+        if "sgd" in said:
+            assert main(["run", *words]) == 2
+            assert capsys.readouterr().err == err
+    assert not (folder / "runs/misfit").exists()
 
 
 def test_weights_of_another_run_start_a_run_of_its_own(folder, tmp_path):

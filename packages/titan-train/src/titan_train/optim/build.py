@@ -1,6 +1,6 @@
 """Build the optimizer of a run, and check what a checkpoint restored into it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,14 +132,35 @@ def check_restored(optimizer: torch.optim.Optimizer, name: str) -> None:
     Raises:
         ValueError: The checkpoint was saved with it.
     """
+    own: dict[str, str] = {}
+    saved: dict[str, set[str]] = {}
     for group in optimizer.param_groups:
-        own = group.get("kind", name)
         for parameter, fqn in zip(group["params"], group["param_names"], strict=True):
-            saved = {kind for key, kind in _KINDS.items() if key in optimizer.state.get(parameter, {})} - {own}
-            if saved:
-                raise ValueError(
-                    f"optimizer.name={name!r}, which updates {fqn} by {own!r}, and the checkpoint holds the state of "
-                    f"{min(saved)!r}, which {own!r} cannot use. Resume with the optimizer.name and optimizer.muon.groups of the "
-                    "checkpoint, or start another run from the weights: titan-train export RUN --to hf, then "
-                    "model.init='hf:DIR'."
-                )
+            own[fqn] = group.get("kind", name)
+            saved[fqn] = {kind for key in optimizer.state.get(parameter, {}) for kind in saved_kind(key)}
+    check_kinds(name, own, saved)
+
+
+def saved_kind(entry: str) -> set[str]:
+    """The kind of optimizer that has this entry in a parameter's state; empty for one that several have."""
+    return {_KINDS[entry]} if entry in _KINDS else set()
+
+
+def check_kinds(name: str, own: Mapping[str, str], saved: Mapping[str, Collection[str]]) -> None:
+    """Refuse a checkpoint's state of another kind of optimizer than the one that updates a parameter now.
+
+    Args:
+        name: ``optimizer.name``.
+        own: What updates each parameter, by name.
+        saved: The kinds whose state of it was saved.
+
+    Raises:
+        ValueError: They differ.
+    """
+    for fqn, kind in own.items():
+        if others := {*saved.get(fqn, ())} - {kind}:
+            raise ValueError(
+                f"optimizer.name={name!r}, which updates {fqn} by {kind!r}, and the checkpoint holds the state of "
+                f"{min(others)!r}, which {kind!r} cannot use. Resume with the optimizer.name and optimizer.muon.groups of the "
+                "checkpoint, or start another run from its weights: model.init='run:DIR'."
+            )

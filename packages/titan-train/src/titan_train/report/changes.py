@@ -1,15 +1,17 @@
 """Settings that a resume changed: which steps were made with which values, and the run that a branch began with."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from titan_train.config import Config
 from titan_train.config.load import flat_values
 from titan_train.observe import EventRecord
 from titan_train.observe.run_info import parent_of, settings_spans
-from titan_train.report.folder import RunFolder
+from titan_train.report.folder import RunFolder, read_folder
 
 CHANGED = "settings_changed"
 """The event of an attempt that changed settings."""
@@ -69,6 +71,20 @@ def branched_from(folder: RunFolder) -> str:
     """The run and step that a branch began with, such as ``runs/a@100``; empty for a run that began by itself."""
     parent = parent_of(folder.info)
     return "" if parent is None else f"{parent[0]}@{parent[1]}"
+
+
+def parent_folder(folder: RunFolder) -> RunFolder | None:
+    """The run that a branch began with; None for a run that began by itself, or where the other is no longer here."""
+    parent = parent_of(folder.info)
+    if parent is None:
+        return None
+    # as recorded, from the folder in which the command was typed; or beside this run, where both were moved
+    recorded = Path(parent[0])
+    for place in (recorded, folder.path.resolve().parent / recorded.name):
+        if place.is_dir() and place.resolve() != folder.path.resolve():
+            with contextlib.suppress(ValueError, OSError):
+                return read_folder(place)
+    return None
 
 
 def value_text(value: object) -> str:

@@ -4,11 +4,12 @@ The file asks nothing of the network, and its content security policy forbids th
 runs; a live page may ask its own server. Every text goes through the template's escaping; drawings are numbers made here.
 """
 
+import bisect
 import functools
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -20,7 +21,7 @@ from titan_train.files import write_atomic
 from titan_train.models.registry import families
 from titan_train.observe import EventRecord, History
 from titan_train.observe.log import PERIODIC_EVENTS
-from titan_train.report.changes import CHANGED, changed_settings, value_text, values_over_run
+from titan_train.report.changes import CHANGED, changed_settings, parent_folder, value_text, values_over_run
 from titan_train.report.chart import Chart, Scale, Series, build_chart, step_scale
 from titan_train.report.drawings import draw_layout, draw_pipeline
 from titan_train.report.faults import faults
@@ -182,6 +183,7 @@ def _loss_views(folder: RunFolder) -> list[LossView]:
     """The loss over steps, and over their logarithm where that shows more."""
     validations = folder.history.validations
     series = [
+        *_loss_of_parent(folder),
         line_of(folder.history, "training", "loss"),
         Series("validation", [r.step for r in validations], [r.loss for r in validations], "validation", dots=True),
     ]
@@ -194,6 +196,17 @@ def _loss_views(folder: RunFolder) -> list[LossView]:
             marks = _marks(_notable(folder.history.events), step_scale(every_step, key == "log"))
             views.append(LossView(key, label, chart, marks))
     return views
+
+
+def _loss_of_parent(folder: RunFolder) -> list[Series]:
+    """What a branch began with, from its first step, and what the parent made of the steps that the branch made."""
+    parent = parent_folder(folder) if folder.history.steps else None
+    if parent is None:
+        return []
+    line = line_of(parent.history, f"parent, {parent.name}", "loss", "parent")
+    until = bisect.bisect_right(line.x, folder.history.steps[-1])
+    cut = {name: list(getattr(line, name))[:until] for name in ("x", "y", "low", "high")}
+    return [replace(line, **cut)] if until else []
 
 
 def _charts(folder: RunFolder) -> list[Chart]:

@@ -111,14 +111,32 @@ def check_run_init(init: str, whole: nn.Module, config: ModelConfig) -> tuple[Pa
             another shape.
     """
     folder, step = find_start(init, "model.init")
+    check_saved_model(f"model.init={init!r}", folder, StepReader(checkpoint_folders(folder)[step]), whole)
     their_config = read_config(folder).model
-    saved = StepReader(checkpoint_folders(folder)[step]).index.tensors["model"]
+    if their_config.name == config.name:
+        _compare_args(init, their_config, config)
+    return folder, step
+
+
+def check_saved_model(asked: str, folder: Path, reader: StepReader, whole: nn.Module) -> None:
+    """Whether a checkpoint's tensors are those of a model, by name and shape.
+
+    Args:
+        asked: The setting that names it, and its value, for the messages.
+        folder: The folder of its run.
+        reader: Its index.
+        whole: The whole model, on any device.
+
+    Raises:
+        ValueError: Tensors are missing, unexpected or of another shape.
+    """
+    saved = reader.index.tensors["model"]
     first_of = tied_to_first(parameter_names(whole))
     wanted = {name: tensor for name, tensor in whole.state_dict(keep_vars=True).items() if name not in first_of}
     missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys() - first_of.keys())
     if missing or unexpected:
         raise ValueError(
-            f"model.init={init!r} holds another model, {their_config.name}: {len(missing)} tensors are missing {missing[:4]}, "
+            f"{asked} holds another model, {read_config(folder).model.name}: {len(missing)} tensors are missing {missing[:4]}, "
             f"{len(unexpected)} are unexpected {unexpected[:4]}. Use that run's model.name and [model.args]."
         )
     problems = [
@@ -128,12 +146,9 @@ def check_run_init(init: str, whole: nn.Module, config: ModelConfig) -> tuple[Pa
     ]
     if problems:
         raise ValueError(
-            f"model.init={init!r} holds a model of other sizes: {'; '.join(problems[:4])}. Use that run's [model.args] and "
-            "tokenizer. For a larger vocabulary, export the run (titan-train export DIR --to hf) and name that folder."
+            f"{asked} holds a model of other sizes: {'; '.join(problems[:4])}. Use that run's [model.args] and tokenizer. "
+            "For a larger vocabulary, export the run (titan-train export DIR --to hf), and set model.init to that folder."
         )
-    if their_config.name == config.name:
-        _compare_args(init, their_config, config)
-    return folder, step
 
 
 def _compare_args(init: str, theirs: ModelConfig, ours: ModelConfig) -> None:

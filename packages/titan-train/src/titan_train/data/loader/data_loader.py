@@ -148,10 +148,7 @@ class DataLoader:
         return {
             "version": _STATE_VERSION,
             "samples": self._samples,
-            "seed": self.dataset.seed,
-            "seq_len": self.dataset.seq_len,
-            "tokenizer": self.dataset.tokenizer,
-            "fingerprint": self.dataset.fingerprint,
+            **_identity(self.dataset),
         } | ({"streams": streams} if (streams := self.dataset.stream_states(self._samples)) else {})
 
     def load_state_dict(self, state: dict[str, Any], allow_data_change: bool = False) -> None:
@@ -287,6 +284,20 @@ _COMPARED = {
     "tokenizer": "the tokenizer (its fingerprint)",
     "fingerprint": "the data: its tokens, the sources' names and weights, or the document options",
 }
+
+
+def check_position(saved: Mapping[str, Any], dataset: BatchSource) -> None:
+    """Refuse a saved position of other data than ``dataset``, as `DataLoader.load_state_dict` does.
+
+    Raises:
+        ValueError: A field differs, naming it and both values; or the position is not one of a data loader.
+    """
+    _check_state(saved, {"version": _STATE_VERSION, "samples": 0, **_identity(dataset)}, allow_data_change=False)
+
+
+def _identity(dataset: BatchSource) -> dict[str, Any]:
+    """What must be the same where a position is continued."""
+    return {name: getattr(dataset, name) for name in _COMPARED}
 
 
 def _check_state(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_data_change: bool) -> int:
