@@ -59,6 +59,10 @@ BROKEN = [
     "--run.dir text.txt",
     "--data.cache_dir text.txt/cache",
     "--launch.elastic true --launch.min_ranks 9",
+    # on one rank, without a module
+    "--launch.nproc 1 --model.args.num_heads 7",
+    "--launch.nproc 1 --model.args.vocab_size 100",
+    "--launch.nproc 1 --schedule.warmup_steps 900 --schedule.decay_steps 900",
 ]
 
 

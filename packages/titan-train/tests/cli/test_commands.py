@@ -84,9 +84,11 @@ def test_check_explains_405b_without_memory(capsys):
 
 
 def test_check_and_generate_import_neither_the_compiler_nor_what_shards(run_dir):
-    """Each of them takes longer than the command itself."""
+    """Each of them takes longer than the command itself; and where arguments decide, `check` does without torch."""
     code = (
         "import sys; from titan_train.cli import main; "
+        "assert main(['check', 'quickstart', '--launch.device', 'cpu']) == 0; "
+        "assert 'torch' not in sys.modules; "
         "assert main(['check', 'llama3_405b', '--parallel', 'pp8 dp8 tp8']) == 0; "
         f"assert main(['generate', {str(run_dir)!r}, '--prompt', 'def ', '--max-new-tokens', '4']) == 0; "
         "print([name for name in ('torch._dynamo', 'torch.distributed.tensor', 'torch.distributed.fsdp', 'sympy') "

@@ -3,13 +3,15 @@
 import pytest
 import torch
 from titan_train.config import ActivationsConfig, load_config
-from titan_train.models import Llama, LlamaArgs, build_model
+from titan_train.launch.validate import decided_by_arguments, validate, validate_arguments
+from titan_train.models import Llama, LlamaArgs, build_model, count_parameters, flops_per_token
 from titan_train.models.common.moe import experts
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.structure import blocks_of, freeze
 from titan_train.planner import Setup
 from titan_train.planner.memory import ranks as estimate
+from titan_train.planner.memory.closed import whole_rank
 from titan_train.planner.memory.kept import block_bytes, tokens_of
 from titan_train.planner.memory.ranks import estimate_ranks
 from titan_train.planner.memory.rehearsed import rehearse_activation_checkpointing
@@ -65,6 +67,44 @@ def test_the_closed_form_is_what_a_run_on_fake_tensors_counts(monkeypatch, name,
     found = ranks_of(monkeypatch, name, world, settings, closed=True)
     assert found == ranks_of(monkeypatch, name, world, settings, closed=False)
     assert found[0].activations > 0
+
+
+ONE_RANK = ["--launch.device", "cpu", "--launch.nproc", "1", "--train.microbatch", "2"]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "llama3_small"])
+@pytest.mark.parametrize("fused", ["true", "false"])
+def test_without_a_wrapper_arguments_alone_give_what_is_counted_on_the_module(name, fused):
+    config = load_config("debug", ["--model.name", name, "--train.fused_loss", fused, *ONE_RANK])
+    plan = plan_run(config, 1)
+    assert decided_by_arguments(config, plan)
+    model = validate(config, 1)
+    (want,) = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None)
+    shape = validate_arguments(config)
+    assert whole_rank(config, shape, rows=2) == want
+    flops = shape.flops_per_token(config.model.seq_len, causal=False, norms=True)
+    assert (shape.parameters(), flops) == (count_parameters(model), flops_per_token(model, config.model.seq_len))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model.name", "flux_tiny"],
+        ["--train.dtype", "bf16"],
+        ["--train.freeze", "norm"],
+        ["--optimizer.name", "muon"],
+        ["--optimizer.lr_scales", "{norm = 0.5}"],
+        ["--kernels.rms_norm", "torch"],
+        ["--qk_clip.threshold", "50"],
+        ["--activations.checkpoint", "full"],
+        ["--model.parametrization", "mup", "--model.base_dim", "64"],
+        ["--model.init", "hf:anything"],
+        ["--launch.nproc", "2"],
+    ],
+)
+def test_what_asks_for_parts_of_a_module_is_decided_on_the_module(words):
+    config = load_config("debug", [*ONE_RANK, *words])
+    assert not decided_by_arguments(config, plan_run(config, config.launch.nproc))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from titan_train.cli.parser import CommandParser, integer
 from titan_train.config import Config
 from titan_train.config.published import split_start
+from titan_train.optim.schedule import check_schedule
 from titan_train.parallel.layout.run import fit_warmup
 from titan_train.run_folder import check_rewind, resolve_starts, run_folder
 
@@ -77,8 +78,6 @@ def _decayed(config: Config, length: float) -> tuple[Config, str]:
     start = config.checkpoint.start_from
     if not start:
         raise ValueError("--decay is the schedule of a branch. Name where it begins, such as --from runs/a@1000.")
-    from titan_train.optim.schedule import check_schedule  # imports torch
-
     step = int(split_start(start)[1])
     planned = check_schedule(config.schedule, max(config.train.steps, step))
     warmup, decays_from = planned["warmup_steps"], planned["total_steps"] - planned["decay_steps"]

@@ -18,7 +18,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from titan_train.cli.branch import add_start_options, read_start, written_out
 from titan_train.cli.parser import CommandParser, integer
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titan_train.parallel.layout.batch import BatchPlan
-    from titan_train.planner.memory.ranks import RankEstimate
+    from titan_train.parallel.layout.run import RunPlan
+    from titan_train.planner.memory.closed import RankEstimate
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
@@ -146,29 +147,18 @@ def _coordinates(arguments: argparse.Namespace, config: Config) -> int:
 
 
 def _check(arguments: argparse.Namespace, config: Config, devices: int, note: str) -> int:
-    from titan_train.launch.validate import check_start
-    from titan_train.parallel.layout.batch import tokens_at_once
+    from titan_train.launch.validate import check_start, decided_by_arguments
     from titan_train.run_folder import run_folder, with_kept_model
+    from titan_train.task import load_task
     from titan_train.trust import admit_own_code
 
     admit_own_code(run_folder(config), config.model.name, arguments.code)
     plan = check_start(config, devices)
-    layout, mode, batch, schedule = plan.layout, plan.mode, plan.batch, plan.schedule
-    print(layout.explain())
+    print(plan.layout.explain())
     print()
-    print(_batch_line(config, batch))
+    print(_batch_line(config, plan.batch))
     if note:
         print(f"note     {note}")
-
-    import titan_fsdp as fsdp
-
-    from titan_train.launch.validate import validate
-    from titan_train.models import count_parameters, flops_per_token
-    from titan_train.parallel.data_parallel import fsdp_policy
-    from titan_train.parallel.layout.degrees import wrapped_over
-    from titan_train.parallel.tied import meaning_all_copies
-    from titan_train.planner.memory.ranks import estimate_ranks
-    from titan_train.task import load_task
 
     config = with_kept_model(config, run_folder(config))
     task = load_task(config)
@@ -182,25 +172,16 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int, note: st
     if arguments.paper and config.model.init and not split_start(config.model.init.removeprefix("hf:"))[0].is_dir():
         absent.append(f"model.init={config.model.init!r} is not here.")
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, init="", init_changes=()))
-    model = validate(config, devices)
-    config = meaning_all_copies(config, model)
-    print(f"model    {config.model.name}: {count_parameters(model):,} parameters")
-    flops = flops_per_token(model, config.model.seq_len)
-    print(
-        f"compute  {flops / 1e9:,.3f} GFLOP per token, "
-        f"{_si(flops * config.train.global_batch * config.model.seq_len)}FLOP per step"
-    )
-    if config.model.parametrization != "standard":
-        print(_group_lines(config, model))
-    if config.float8.recipe != "none":
-        print(_float8_lines(config, model, tokens_at_once(batch, config, layout)))
-    if schedule is not None:
-        print(_pipeline_lines(config, model, schedule))
-    ranks = estimate_ranks(
-        config, model, layout=layout, mode=mode, batch=batch, schedule=schedule, closed_form=not arguments.rehearse
-    )
-    if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
-        print(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode)).explain()}")
+    if decided_by_arguments(config, plan) and not arguments.rehearse:
+        found = _by_arguments(config, plan)
+    else:
+        found = _by_module(config, plan, devices, closed_form=not arguments.rehearse)
+    print(f"model    {config.model.name}: {found.parameters:,} parameters")
+    step = found.flops_per_token * config.train.global_batch * config.model.seq_len
+    print(f"compute  {found.flops_per_token / 1e9:,.3f} GFLOP per token, {_si(step)}FLOP per step")
+    for line in found.lines:
+        print(line)
+    ranks = found.ranks
     print(_memory_table(ranks))
     if ranks[0].left_out:
         print(f"\nleft out: {ranks[0].left_out}")
@@ -212,6 +193,56 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int, note: st
     else:
         print("\nthe configuration is valid")
     return 0
+
+
+class _Found(NamedTuple):
+    """What is shown of the model."""
+
+    parameters: int
+    flops_per_token: float
+    lines: Sequence[str]
+    """On its groups of parameters, float8, pipeline and wrapper."""
+    ranks: "Sequence[RankEstimate]"
+
+
+def _by_arguments(config: Config, plan: "RunPlan") -> _Found:
+    """Without a module, and without torch."""
+    from titan_train.launch.validate import validate_arguments
+    from titan_train.planner.memory.closed import whole_rank
+
+    shape = validate_arguments(config)
+    flops = shape.flops_per_token(config.model.seq_len, causal=False, norms=True)
+    return _Found(shape.parameters(), flops, (), [whole_rank(config, shape, rows=plan.batch.microbatch)])
+
+
+def _by_module(config: Config, plan: "RunPlan", devices: int, *, closed_form: bool) -> _Found:
+    """On the model, built without memory."""
+    import titan_fsdp as fsdp
+
+    from titan_train.launch.validate import validate
+    from titan_train.models import count_parameters, flops_per_token
+    from titan_train.parallel.data_parallel import fsdp_policy
+    from titan_train.parallel.layout.batch import tokens_at_once
+    from titan_train.parallel.layout.degrees import wrapped_over
+    from titan_train.parallel.tied import meaning_all_copies
+    from titan_train.planner.memory.ranks import estimate_ranks
+
+    layout, mode, batch, schedule = plan.layout, plan.mode, plan.batch, plan.schedule
+    model = validate(config, devices)
+    config = meaning_all_copies(config, model)
+    lines: list[str] = []
+    if config.model.parametrization != "standard":
+        lines.append(_group_lines(config, model))
+    if config.float8.recipe != "none":
+        lines.append(_float8_lines(config, model, tokens_at_once(batch, config, layout)))
+    if schedule is not None:
+        lines.append(_pipeline_lines(config, model, schedule))
+    ranks = estimate_ranks(
+        config, model, layout=layout, mode=mode, batch=batch, schedule=schedule, closed_form=closed_form
+    )
+    if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
+        lines.append(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode)).explain()}")
+    return _Found(count_parameters(model), flops_per_token(model, config.model.seq_len), lines, ranks)
 
 
 def _si(value: float) -> str:

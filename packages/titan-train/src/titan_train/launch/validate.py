@@ -1,7 +1,7 @@
 """What `titan-train check` and `titan-train run` refuse before the run's folder exists: one list.
 
-The model is built on the meta device, which needs torch. The command line does not import torch, so this runs in a
-process forked from the server that has.
+The model is built on the meta device, which needs torch. The command line of `run` does not import torch, so this runs in a
+process forked from the server that has. `check` answers without torch where arguments decide (`decided_by_arguments`).
 """
 
 import contextlib
@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING
 
 from titan_train.config import Config, parse_config
 from titan_train.config.published import RUN
+from titan_train.models.arguments import model_args
+from titan_train.models.registry import find_model, names_shipped
+from titan_train.models.shape import ModelShape
+from titan_train.optim.schedule import check_schedule
+from titan_train.task import load_task, task_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,6 +52,45 @@ def check_start(config: Config, world_size: int) -> "RunPlan":
     return plan
 
 
+# sections that the module has a say in, beyond its arguments
+_OF_THE_MODULE = ("parallel", "context", "pipeline", "activations", "float8", "compile", "kernels", "qk_clip")
+
+
+def decided_by_arguments(config: Config, plan: "RunPlan") -> bool:
+    """Whether a model's arguments decide all that `validate` refuses, and its memory: then no module has to be built.
+
+    So it is for a shipped decoder of text on one rank, as long as no setting names parts of it, cuts it or changes its layers.
+    """
+    default, optimizer = Config(), config.optimizer
+    named = (optimizer.lr_scales, optimizer.weight_decays, optimizer.frozen_steps, config.train.freeze)
+    return (
+        plan.mode == "none"
+        and plan.layout.num_ranks == 1
+        and names_shipped(config.model.name, "text")
+        and task_name(config) == "text"
+        and optimizer.name != "muon"
+        and not any(named)
+        and not config.model.init
+        and not config.checkpoint.start_from
+        and config.model.parametrization == "standard"
+        and all(getattr(config, section) == getattr(default, section) for section in _OF_THE_MODULE)
+    )
+
+
+def validate_arguments(config: Config) -> ModelShape:
+    """`validate` where `decided_by_arguments` holds.
+
+    Returns:
+        The shape of the model, with the tokenizer's vocabulary.
+
+    Raises:
+        ValueError: The model's arguments or the schedule cannot work.
+    """
+    check_schedule(config.schedule, config.train.steps)
+    arguments = model_args(config.model, vocab_size=load_task(config).vocab_size(config))
+    return find_model(config.model.name)[0].shape(arguments, config.model.name)
+
+
 def validate(config: Config, world_size: int) -> "nn.Module":
     """Build the model without memory and refuse what it cannot do on this many ranks.
 
@@ -58,12 +102,10 @@ def validate(config: Config, world_size: int) -> "nn.Module":
     """
     from titan_train.models import build_model
     from titan_train.optim import plan_groups
-    from titan_train.optim.schedule import check_schedule
     from titan_train.parallel.check import check_model
     from titan_train.parallel.layout.run import plan_run
     from titan_train.parallel.structure import freeze
     from titan_train.run_folder import newest_checkpoint, run_folder, with_kept_model
-    from titan_train.task import load_task
 
     config = with_kept_model(config, run_folder(config))
     plan = plan_run(config, world_size)
@@ -80,6 +122,10 @@ def validate(config: Config, world_size: int) -> "nn.Module":
         check = check_run_init if config.model.init.startswith(RUN) else check_init
         check(config.model.init, model, config.model)
         check_tokenizer(config)
+    if config.checkpoint.start_from and newest_checkpoint(run_folder(config)) is None:
+        from titan_train.train.branch import check_branch
+
+        check_branch(config, model, task)
     return model
 
 

@@ -91,6 +91,11 @@ def is_shipped(model: "nn.Module") -> bool:
     return class_path(type(model)) in {family.model for family in _SHIPPED}
 
 
+def names_shipped(name: str, task: str) -> bool:
+    """Whether ``model.name`` is a configuration of a family in this package that is trained on ``task``."""
+    return any(name in family.configs for family in _SHIPPED if family.task == task)
+
+
 @cache
 def _installed() -> dict[str, Family]:
     """Families of installed packages. One that cannot be loaded is left out with a warning; the others still work."""

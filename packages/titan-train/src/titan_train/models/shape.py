@@ -233,11 +233,12 @@ class ModelShape:
                 idle += b.count * b.expert_parameters(self.dim) * (1 - b.ffn.per_token / b.ffn.num_experts)
         return round(self.parameters() - idle)
 
-    def flops_per_token(self, seq_len: int, *, causal: bool) -> float:
+    def flops_per_token(self, seq_len: int, *, causal: bool, norms: bool = False) -> float:
         """FLOPs of forward and backward for one token; recomputation never counts.
 
         6 N for the parameters that are multiplied (no input embedding) and, per layer, 6 * seq * (key width + value width) *
-        heads for attention; half of that where ``causal`` and the attention is causal.
+        heads for attention; half of that where ``causal`` and the attention is causal. With ``norms`` their weights are among
+        the N, as `titan_train.models.flops` counts those of a module.
         """
         idle = 0 if self.tied else self.head_parameters
         matrices = self.active_parameters() - idle - self.positions * self.dim
@@ -245,7 +246,7 @@ class ModelShape:
         for b in self.blocks:
             if b.attention is not None:
                 a = b.attention
-                matrices -= b.count * (b.norms * self.dim)
+                matrices -= 0 if norms else b.count * (b.norms * self.dim)
                 seen = min(seq_len, 2 * a.window) if a.window else seq_len
                 half = 0.5 if causal and a.causal else 1.0
                 attention += b.count * 6.0 * half * seen * a.heads * (a.head_dim + a.v_dim)

@@ -9,11 +9,12 @@ t = (k - (T - D)) / D, so that its first step is still at the peak and step T, o
 """
 
 import math
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from titan_train.config.optimizer import ScheduleConfig
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = Literal["linear", "sqrt", "cosine"]
 
@@ -57,7 +58,7 @@ class Scheduler:
     an old optimizer state carried.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int) -> None:
+    def __init__(self, optimizer: "torch.optim.Optimizer", config: ScheduleConfig, total_steps: int) -> None:
         """Set the rates of step 0; see `build_scheduler`."""
         self._optimizer = optimizer
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
@@ -92,7 +93,7 @@ class Scheduler:
                 group["frozen"] = self._step < frozen
 
 
-def drop_frozen_gradients(optimizer: torch.optim.Optimizer) -> None:
+def drop_frozen_gradients(optimizer: "torch.optim.Optimizer") -> None:
     """Drop the gradients whose parameters ``optimizer.frozen_steps`` does not train yet.
 
     Without a gradient the optimizer passes a parameter over: neither weight nor running means nor the count of steps, by which
@@ -104,7 +105,7 @@ def drop_frozen_gradients(optimizer: torch.optim.Optimizer) -> None:
                 parameter.grad = None
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int) -> Scheduler:
+def build_scheduler(optimizer: "torch.optim.Optimizer", config: ScheduleConfig, total_steps: int) -> Scheduler:
     """Build the schedule of a run.
 
     Args:

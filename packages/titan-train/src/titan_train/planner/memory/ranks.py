@@ -39,34 +39,12 @@ from titan_train.parallel.stages import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, table_for
-from titan_train.planner.memory.kept import block_bytes, tokens_of
+from titan_train.planner.memory.closed import RankEstimate, closed_form
 from titan_train.planner.memory.peak import WORKSPACE, MemoryPeak, rank_peak
-from titan_train.planner.memory.rehearsed import recomputed_layers, rehearse_activation_checkpointing
-from titan_train.planner.memory.saved import stage_saved_bytes
+from titan_train.planner.memory.rehearsed import rehearse_activation_checkpointing
 from titan_train.planner.setup import Setup
 from titan_train.planner.translate import setup_of_config
 from titan_train.task import load_task, task_name
-
-
-@dataclass(frozen=True, slots=True)
-class RankEstimate:
-    """Bytes on one rank."""
-
-    pipeline_rank: int
-    """Its place in the pipeline; 0 without one."""
-    num_parameters: int
-    """Elements of the parameters it computes with, after tensor, expert and pipeline parallelism, before sharding."""
-    activations: int
-    """Saved for backward, of all micro-batches that are under way at the same time."""
-    memory: MemoryPeak
-    """Bytes by use; they add up to the peak of a step."""
-    left_out: str = ""
-    """What a rehearsal could not build of the program that will run."""
-
-    @property
-    def peak(self) -> int:
-        """Most bytes at any time of a step."""
-        return int(self.memory.allocated)
 
 
 def rehearse(config: Config, devices: int) -> list[RankEstimate]:
@@ -207,6 +185,8 @@ class _Rank:
         }
         states = sum(h.params + h.grads + h.optimizer for h in held) * (not on_host)
         counted["gathered"] = max(0.0, float(sum(h.peak for h in held) - states))
+        if self.mode == "none":  # no wrapper gathers anything, and gradients are added in place
+            counted["gathered"] = 0.0
         if self._is_known():
             memory = rank_peak(self._shape(), self._setup(), first=first, head=head, counted=counted)
         else:
@@ -239,22 +219,7 @@ class _Rank:
             return None
         shape = self._shape()
         layers = range(shape.num_layers) if layers is None else layers
-        setup = self._setup()
-        again = recomputed_layers(config.activations, len(layers))
-        selective = config.activations.checkpoint == "selective" and config.activations.matmul_every == 2
-        if again is None and not selective:
-            return None
-        setup = replace(setup, recompute="selective" if selective else "none", recompute_share=1.0)
-        at = replace(tokens_of(setup), rows=self.batch.microbatch, sequence_parallel=config.parallel.sequence_parallel)
-        return stage_saved_bytes(
-            shape,
-            layers,
-            again or [False] * len(layers),
-            at,
-            chunked_loss=config.train.fused_loss,
-            block_bytes=lambda block: block_bytes(block, shape.dim, setup, at),
-            shared_angles=not selective and not config.compile.enabled,
-        )
+        return closed_form(config, shape, self._setup(), layers, rows=self.batch.microbatch)
 
     def _is_known(self) -> bool:
         """Whether the planner's formulas hold: a shipped decoder of text, or a FLUX whose tokens are not cut."""

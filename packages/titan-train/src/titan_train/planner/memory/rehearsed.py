@@ -15,14 +15,6 @@ from titan_train.config import ActivationsConfig
 from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
 
 
-def recomputed_layers(config: ActivationsConfig, count: int) -> list[bool] | None:
-    """For each of ``count`` blocks, whether it is recomputed as a whole; None where parts of blocks are."""
-    if config.checkpoint in ("none", "budget"):
-        return [False] * count
-    every = {"full": 1, "every": config.every}.get(config.checkpoint)
-    return None if every is None else [layer % every == 0 for layer in range(count)]
-
-
 def rehearse_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> None:
     """Make ``model`` save for backward what it would keep as configured; in place. Backward is then impossible.
 
