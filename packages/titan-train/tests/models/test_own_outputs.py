@@ -2,13 +2,17 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from titan_train.cli import main
 from titan_train.config import load_config
 from titan_train.config.model import ModelConfig
+from titan_train.export.load import load_exported
+from titan_train.generation import generate, load_run
 from titan_train.models import build_model
+from titan_train.serve.folder import load_served
 from titan_train.train import Trainer
 from titan_train.trust.factory import use_code
 
@@ -69,6 +73,29 @@ class Narrow(Base):
 class Few(Base):
     def forward(self, tokens):
         return self.head(self.embed(tokens))[..., :100]
+
+
+class Window(Base):  # nanoGPT's way to learn positions
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.block_size = 24
+        self.wpe = nn.Embedding(self.block_size, 8)
+
+    def forward(self, idx, targets=None):
+        b, t = idx.size()
+        assert t <= self.block_size, f"{t} tokens are too many"
+        x = self.embed(idx) + self.wpe(torch.arange(0, t, dtype=torch.long, device=idx.device))
+        heads = x.view(b, t, 2, 4).transpose(1, 2)
+        x = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).reshape(b, t, 8)
+        logits = self.head(x)
+        if targets is None:
+            return self.head(x[:, [-1], :]), None
+        return logits, nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
+
+
+class Branches(Base):
+    def forward(self, tokens):
+        return self.logits(tokens) * (2.0 if tokens.device.type != "meta" and bool(tokens.sum() > 3) else 1.0)
 
 
 class Broken(Base):
@@ -134,3 +161,32 @@ def test_a_module_that_gives_no_logits_is_refused_in_one_line_and_one_that_does_
     assert main([*export, "--to", "dcp", "--out", "dcp"]) == 0
     assert main([*export, "--to", "hf", "--out", "hf"]) == 2
     assert "or export --to dcp" in capsys.readouterr().err
+
+
+def test_a_module_without_a_cache_is_exported_to_onnx_and_one_that_cannot_be_traced_is_refused(code, capsys):
+    for library in ("onnxscript", "onnxruntime", "tokenizers"):
+        pytest.importorskip(library)
+    for name, out in (("Window", "onnx"), ("Branches", "refused")):
+        words = ["c.toml", "--model.name", f"outputs_model:{name}", "--model.seq-len", "24", "--run.name", name]
+        with Trainer(load_config(words[0], [*words[1:], "--train.steps", "2"])) as trainer:
+            trainer.fit()
+        code_of = main(
+            ["export", f"runs/{name}", "--trust-code", "--code", ".", "--to", "onnx", "--dtype", "fp32", "--out", out]
+        )
+        err = capsys.readouterr().err
+        assert code_of == (0 if out == "onnx" else 2), err
+    assert "Branches has no key-value cache, and its forward cannot be traced as one graph for 1 to 24 tokens" in err
+    assert err.count("\n") == 1
+    assert not Path("refused").exists()
+
+    run = load_run("runs/Window", trust_code=True, code=["."])
+    (want,) = generate(run.model, [run.tokenizer.encode("some").tolist()], max_new_tokens=12)
+    words = ["--prompt", "some", "--temperature", "0", "--max-new-tokens", "12"]
+    assert main(["generate", "onnx", *words]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == "some" + run.tokenizer.decode(want)
+    served = load_served(Path("onnx"))
+    assert generate(served.model, [served.tokenizer.encode("some").tolist()], max_new_tokens=12) == [want]
+    example = [sys.executable, "onnx/generate.py", "some"]
+    assert subprocess.run(example, capture_output=True, text=True, check=True).stdout.startswith("some")
+    with pytest.raises(ValueError, match="25 positions are needed, but the model has learned 24"):
+        load_exported(Path("onnx")).logits(torch.zeros(1, 25, dtype=torch.int64))

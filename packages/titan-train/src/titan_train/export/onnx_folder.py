@@ -10,6 +10,9 @@
 B, S and T are free; T is 0 at the beginning, and what came out is the next past. Rows of different lengths are padded on the
 left, with 0 in the mask. Weights are float32 with the values of the export's dtype, because onnxruntime has no bfloat16
 products on the CPU. Above 2 GB, which ONNX's format cannot hold in one file, they lie in ``model.onnx.data``.
+
+A module of the user's own, which has no cache, becomes one graph from ``input_ids`` [B, S] to ``logits`` [B, S, V], with S at
+most the length it was trained on; a text is continued by calling it with all tokens again.
 """
 
 import contextlib
@@ -23,10 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_train.export.step_model import GrowingModel, SteppedModel, write_description
+from titan_train.export.step_model import CacheShape, GrowingModel, SteppedModel, write_description
 from titan_train.files import write_atomic
+from titan_train.generation import supports_cache
 from titan_train.lazy import require
 from titan_train.models.traits import traits_of
+from titan_train.terminal import first_line
 
 _FILE = "model.onnx"
 _INPUTS = ["input_ids", "attention_mask", "position_ids"]
@@ -49,19 +54,45 @@ for _ in range(40):
     ids = ids + new
 print(tokenizer.decode(ids))
 '''
+_EXAMPLE_WITHOUT_CACHE = '''\
+"""Continue a text with model.onnx: python generate.py "Once upon a time". Needs numpy, onnxruntime and tokenizers."""
+
+import json
+import sys
+from pathlib import Path
+import numpy as np, onnxruntime, tokenizers
+
+here = Path(__file__).parent
+most = json.loads((here / "export.json").read_text())["max_positions"]
+tokenizer = tokenizers.Tokenizer.from_file(str(here / "tokenizer.json"))
+session = onnxruntime.InferenceSession(str(here / "model.onnx"), providers=["CPUExecutionProvider"])
+ids = tokenizer.encode(sys.argv[1], add_special_tokens=False).ids
+for _ in range(40):
+    (logits,) = session.run(None, {"input_ids": np.array([ids[-most:]], np.int64)})
+    ids.append(int(logits[0, -1].argmax()))
+print(tokenizer.decode(ids))
+'''
 _LARGEST_FILE = 1_900_000_000
 
 
-def write_onnx(folder: Path, model: nn.Module, *, step: int) -> None:
-    """Write the graph into a new folder. ``model`` is taken over.
+def write_onnx(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> None:
+    """Write the graph into a new folder.
+
+    Args:
+        folder: The folder.
+        model: Taken over.
+        step: The checkpoint's.
+        seq_len: The length that the model was trained on, which limits one without a cache.
 
     Raises:
         ValueError: onnx or onnxscript is not installed, or the model cannot be traced.
     """
     for library in ("onnx", "onnxscript"):
         require(library, extra="onnx", purpose="--to onnx")
+    if not supports_cache(model):
+        _write_without_cache(folder, model.eval(), step=step, most=traits_of(model).max_seq_len or seq_len)
+        return
     limit = traits_of(model).max_seq_len
-    size = sum(p.numel() * 4 for p in model.parameters())
     stepped = GrowingModel(model).eval()
     caches = stepped.shape.empty(2, 16)  # two rows, since a batch of one would be taken for a constant
     tokens = torch.zeros(2, 3, dtype=torch.int64)
@@ -80,12 +111,45 @@ def write_onnx(folder: Path, model: nn.Module, *, step: int) -> None:
             output_names=["logits", *_cache_names(stepped.shape.layers, "present")],
             verbose=False,
         )
-        program.model.graph.inputs[1].shape[1] = "total_sequence_length"
-        folder.mkdir(parents=True)
+    program.model.graph.inputs[1].shape[1] = "total_sequence_length"
+    _save(folder, program, stepped, stepped.shape, max_positions=limit, step=step)
+    write_atomic(folder / "generate.py", _EXAMPLE)
+
+
+def _write_without_cache(folder: Path, model: nn.Module, *, step: int, most: int) -> None:
+    batch, seq = torch.export.Dim("batch_size", min=1), torch.export.Dim("sequence_length", min=1, max=most)
+    tokens = torch.zeros(2, max(1, min(3, most - 1)), dtype=torch.int64)
+    try:
+        with _quiet():
+            program: Any = torch.onnx.export(
+                model,
+                (tokens,),
+                dynamo=True,
+                dynamic_shapes=({0: batch, 1: seq},),
+                input_names=_INPUTS[:1],
+                output_names=["logits"],
+                verbose=False,
+            )
+    except Exception as err:  # the tracer's, on somebody else's code
+        why = err.__cause__ or err
+        raise ValueError(
+            f"--to onnx: {type(model).__name__} has no key-value cache, and its forward cannot be traced as one graph for 1 to "
+            f"{most} tokens ({type(why).__name__}: {first_line(why)[:300]}). Write it without steps that depend "
+            "on values or on one length, or export it with --to dcp."
+        ) from err
+    _save(folder, program, model, CacheShape(0, 0, 0, 0), max_positions=most, step=step)
+    write_atomic(folder / "generate.py", _EXAMPLE_WITHOUT_CACHE)
+
+
+def _save(
+    folder: Path, program: Any, model: nn.Module, shape: CacheShape, *, max_positions: int | None, step: int
+) -> None:
+    size = sum(p.numel() * 4 for p in model.parameters())
+    folder.mkdir(parents=True)
+    with _quiet():
         program.save(str(folder / _FILE), external_data=size > _LARGEST_FILE)
     opset = program.model.opset_imports.get("")
-    write_description(folder, stepped.shape, max_positions=limit, step=step, opset=opset)
-    write_atomic(folder / "generate.py", _EXAMPLE)
+    write_description(folder, shape, max_positions=max_positions, step=step, opset=opset)
 
 
 class OnnxModel(SteppedModel):
@@ -101,9 +165,10 @@ class OnnxModel(SteppedModel):
         onnxruntime = require("onnxruntime", extra="onnx", purpose="running an ONNX export")
         self._session: Any = onnxruntime.InferenceSession(str(folder / _FILE), providers=["CPUExecutionProvider"])
         self._names = [entry.name for entry in self._session.get_inputs()]
-        if self._names[:3] != _INPUTS:
+        wanted = _INPUTS if self.shape.layers else _INPUTS[:1]
+        if self._names[: len(_INPUTS)] != wanted:
             raise ValueError(
-                f"{folder / _FILE} has the inputs {', '.join(self._names[:3])}, not {', '.join(_INPUTS)}: version 0.1 wrote it. "
+                f"{folder / _FILE} has the inputs {', '.join(self._names[:3])}, not {', '.join(wanted)}: version 0.1 wrote it. "
                 "Export the run again."
             )
 
@@ -111,6 +176,10 @@ class OnnxModel(SteppedModel):
         return self.shape.empty(rows, 0)
 
     def step(self, tokens: Tensor, positions: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        if not self.shape.layers:  # what there is to keep are the tokens themselves
+            seen = torch.cat([*caches, tokens], 1)
+            (logits,) = self._session.run(None, {_INPUTS[0]: seen.numpy()})
+            return torch.from_numpy(logits)[:, -tokens.shape[1] :], [seen]
         mask = torch.ones(tokens.shape[0], caches[0].shape[2] + tokens.shape[1], dtype=torch.int64)
         given = (tokens, mask, positions, *caches)
         named = dict(zip(self._names, (x.contiguous().numpy() for x in given), strict=True))
@@ -125,13 +194,16 @@ def _cache_names(layers: int, prefix: str) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """The exporter writes about torchvision and its own renaming; neither concerns who exports."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """The exporter writes about torchvision, its own renaming, and graphs that it cannot trace; none concerns who exports."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)

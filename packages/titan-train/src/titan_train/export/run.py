@@ -234,7 +234,7 @@ def _write(target: Target, folder: Path, job: Job) -> None:
     elif target == "onnx":
         from titan_train.export.onnx_folder import write_onnx
 
-        write_onnx(folder, unwrap(job.model()), step=run.step)
+        write_onnx(folder, unwrap(job.model()), step=run.step, seq_len=run.config.model.seq_len)
         if (family := family_of(run.model)) is not None:
             write_json(folder / "config.json", hf_config(run, family, "fp32"))  # for Optimum
     elif target == "aoti":

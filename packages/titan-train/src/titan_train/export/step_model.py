@@ -39,6 +39,7 @@ class CacheShape:
     """What the caches of a model look like."""
 
     layers: int
+    """0: it has none, and is called with all tokens again."""
     kv_heads: int
     key_dim: int
     value_dim: int
@@ -68,7 +69,7 @@ class StepModel(nn.Module):
         if not supports_cache(model):
             raise ValueError(
                 f"{type(model).__name__} does not support a key-value cache, so it cannot be exported with one. Export it with "
-                "--to hf or --to dcp."
+                "--to onnx or --to dcp."
             )
         self.model = model
         self._caches = _Caches([])
@@ -233,7 +234,7 @@ class SteppedModel(ABC):
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         total = len(prompt) + count
-        self._check(total)
+        self._check(total - 1)  # the last token is not read
         logits, caches = self.step(torch.tensor([list(prompt)]), torch.arange(len(prompt))[None], self.begin(1, total))
         found = [int(logits[0, -1].argmax())]
         while len(found) < count:

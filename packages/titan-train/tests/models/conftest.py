@@ -1,6 +1,0 @@
-"""Make what the tests of models share importable."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
