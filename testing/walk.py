@@ -63,6 +63,7 @@ ROWS = [
     Row("check: a module that returns a tuple", "titan-train check debug --code own --model.name tuples:build", "!defect of titan"),
     Row("run: a module that returns a tuple", f"titan-train run debug {SMALL} --run.name own --code own --model.name tuples:build", "finished"),
     Row("export: one's own module to DCP", "titan-train export runs/own --to dcp --out own_dcp --code own"),
+    Row("export: one's own module to ONNX", "titan-train export runs/own --to onnx --out own_onnx --code own"),
     # docs against product
     Row("dry-run names its successor", "titan-train dry-run llama3_8b --world 512", "check CONFIG --rehearse", 2),
     Row("watch --once is short", "titan-train watch runs/debug --once | wc -l", r"^\s*1?\d\s*$"),
@@ -70,6 +71,8 @@ ROWS = [
     Row("the console blocks of the pages", f"{sys.executable} -m pytest -q tests/test_console_blocks.py", "passed"),
     # starting points
     Row("branch from a run", f"titan-train run debug {SMALL} --run.name branch --train.steps 9 --from runs/debug@6", "finished"),
+    Row("the report of a branch draws its parent", "grep -o 'parent, debug' runs/branch/report.html", "parent, debug"),
+    Row("check: a branch with another optimizer", "titan-train check debug --run.name misfit --train.steps 9 --from runs/debug@6 --optimizer.name sgd", "state of 'adamw'", 2),
     Row("weights of a run", f"titan-train run debug {SMALL} --run.name again --model.init run:runs/debug", "finished"),
     *(Row(f"init {kind}", f"titan-train init {kind} --out {kind}.toml && titan-train check {kind}.toml --paper") for kind in ("pretrain", "continue", "sft", "lora", "diffusion")),
     Row("list shows sft and lora", "titan-train list", r"(?s)lora.*sft|sft.*lora"),
