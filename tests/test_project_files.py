@@ -1,5 +1,7 @@
 """The files around the code: workflows, recipes, image, release script. They run elsewhere; here they are read."""
 
+import ast
+import itertools
 import json
 import re
 import runpy
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,14 +25,55 @@ def test_yaml_files_are_yaml(path: Path) -> None:
     assert yaml.safe_load(path.read_text())
 
 
+def _noxfile(*names: str) -> dict[str, Any]:
+    """Tables of the noxfile, which imports what is not installed here."""
+    found: dict[str, Any] = {"PACKAGES": PACKAGES}
+    for node in ast.parse((ROOT / "noxfile.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names:
+            exec(compile(ast.Module([node], []), "noxfile.py", "exec"), found)
+    return found
+
+
+def _sessions_called(job: dict[str, Any]) -> set[str]:
+    """The nox sessions of a workflow's job, with the values of its matrix."""
+    matrix = job.get("strategy", {}).get("matrix", {})
+    called: set[str] = set()
+    for values in itertools.product(*(matrix[name] for name in matrix)):
+        words = job["steps"][-1]["run"]
+        words = words.replace("${{ format(matrix.session, matrix.package) }}", "${{ matrix.session }}")
+        for name, value in zip(matrix, values, strict=True):
+            filled = str(value).format(values[[*matrix].index("package")]) if "package" in matrix else str(value)
+            words = words.replace(f"${{{{ matrix.{name} }}}}", filled)
+        match = re.search(r'nox -s (?:"([^"]+)"|([^-]+))', words)
+        called |= {match[1]} if match[1] else set(match[2].split())
+    return called
+
+
 def test_workflows_call_sessions_that_exist_for_every_package() -> None:
-    sessions = set(re.findall(r"^def ([a-z]\w*)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
+    tables = _noxfile("_ENDS", "_PORTABLE")
+    plain = set(re.findall(r"^def ([a-z]\w*)\(session: nox.Session\)", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
+    minimums = {f"minimums({package})" for package in PACKAGES}
+    ranges = {f"ranges({package}, {end})" for package in PACKAGES for end in tables["_ENDS"]}
+    portability = {f"portability({kernels})" for kernels in tables["_PORTABLE"]}
     ci, nightly = (yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text()) for name in ("ci", "nightly"))
-    called = set(nightly["jobs"]["packages"]["strategy"]["matrix"]["session"]) | {"tests", "fuzz"}
-    called |= set(re.search(r"nox -s (.*)", ci["jobs"]["checks"]["steps"][-1]["run"])[1].split())
-    assert called <= sessions
-    assert set(ci["jobs"]["tests"]["strategy"]["matrix"]["package"]) == {*PACKAGES, "titan-testing"}
-    assert set(nightly["jobs"]["packages"]["strategy"]["matrix"]["package"]) == set(PACKAGES)
+    assert _sessions_called(ci["jobs"]["checks"]) <= plain
+    assert _sessions_called(ci["jobs"]["tests"]) == {f"tests({package})" for package in (*PACKAGES, "titan-testing")}
+    assert _sessions_called(nightly["jobs"]["packages"]) == minimums | ranges
+    assert _sessions_called(nightly["jobs"]["portability"]) == portability
+    assert (
+        _sessions_called(nightly["jobs"]["slow"]) | _sessions_called(nightly["jobs"]["fuzz"])
+        == {"slow", "fuzz"}
+        <= plain
+    )
+    shards = nightly["jobs"]["slow"]["strategy"]["matrix"]["shard"]
+    assert nightly["jobs"]["slow"]["steps"][-1]["run"].endswith(f"/{len(shards)}")
+    assert shards == [*range(1, len(shards) + 1)]
+
+
+def test_the_tests_that_other_kernels_run_exist() -> None:
+    sums = _noxfile("_SUMS")["_SUMS"]
+    paths = [ROOT / "packages" / package / "tests" / name for package, names in sums.items() for name in names]
+    assert [str(path) for path in paths if not path.exists()] == []
 
 
 def _commands() -> list[tuple[str, str]]:

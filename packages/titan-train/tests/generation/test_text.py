@@ -1,11 +1,9 @@
 """Text that comes in pieces: stop words across tokens, several rows, conversations."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
-import torch
-from titan_train.config import parse_config
-from titan_train.config.model import ModelConfig
 from titan_train.generation import (
     LoadedRun,
     Sampling,
@@ -15,20 +13,11 @@ from titan_train.generation import (
     generate,
     stream_text,
 )
-from titan_train.models import build_model, init_for
-from titan_train.tokenizers import ByteTokenizer, ChatTemplate
 
 
 @pytest.fixture(scope="module")
-def run() -> LoadedRun:
-    model = build_model(ModelConfig(name="llama3_debug"), vocab_size=259, device="cpu").requires_grad_(False).eval()
-    init = init_for(model)
-    for i, (fqn, parameter) in enumerate(model.named_parameters()):
-        init(fqn, parameter.data, torch.Generator().manual_seed(i))
-        parameter.data.mul_(4 if parameter.ndim > 1 else 1)
-    tokenizer = ByteTokenizer()
-    template = ChatTemplate.of(tokenizer, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
-    return LoadedRun(parse_config({}), model, tokenizer, 0, template)
+def run(loaded_run: Callable[..., LoadedRun]) -> LoadedRun:
+    return loaded_run("llama3_debug")
 
 
 @pytest.mark.parametrize("words", [["abc"], ["aab", "ba"], ["b"], ["abab", "bb"], []])

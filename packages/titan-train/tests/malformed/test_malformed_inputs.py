@@ -20,8 +20,10 @@ from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
 
 CASES = all_cases()
-# Every eighth in the default run; all of them with --slow.
-NAMES = [pytest.param(name, marks=() if i % 8 == 0 else pytest.mark.slow) for i, name in enumerate(CASES)]
+GROUPS = list(dict.fromkeys(name.rpartition(" ")[0] for name in CASES))
+SAMPLE = set(list(CASES)[::8])
+# Every eighth in the default run; the others with --slow.
+EACH = [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 # Most take a tenth of a second; `run` imports torch in a process of its own first, and a busy machine is slow.
 SECONDS = 170.0
 
@@ -94,46 +96,57 @@ def at_most(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_input_that_cannot_work_is_one_message_and_changes_nothing(name, good_run, tmp_path, monkeypatch, capfd):
-    words, files = CASES[name]
-    monkeypatch.chdir(tmp_path)
+def problem(words, files, folder, good_run, monkeypatch, capfd) -> str:
+    """What is wrong about how an input that cannot work ends; empty if nothing is."""
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     if "RUN" in words or any(file.startswith("RUN/") for file in files):
-        shutil.copytree(good_run, tmp_path / "RUN")
+        shutil.copytree(good_run, folder / "RUN")
     for file, content in files.items():
-        write(tmp_path, file, content)
-    before = contents(tmp_path)
+        write(folder, file, content)
+    before = contents(folder)
     capfd.readouterr()
     with at_most(SECONDS):
         code = main(words)
     err = capfd.readouterr().err
-    assert code in (1, 2), (words, code)
-    assert "Traceback" not in err
-    assert "defect of titan-train" not in err, err
-    assert "panicked" not in err
-    assert sum(line.startswith("error: ") for line in err.splitlines()) <= 1
-    assert contents(tmp_path) == before
+    unwanted = [word for word in ("Traceback", "defect of titan-train", "panicked") if word in err]
+    if code not in (1, 2) or unwanted or sum(line.startswith("error: ") for line in err.splitlines()) > 1:
+        return f"{words} gave {code} and printed {err}"
+    return "" if contents(folder) == before else f"{words} changed the folder"
+
+
+@pytest.mark.parametrize("others", EACH, ids=["sample", "others"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_input_that_cannot_work_is_one_message_and_changes_nothing(
+    group, others, good_run, tmp_path, monkeypatch, capfd
+):
+    names = [name for name in CASES if name.rpartition(" ")[0] == group and (name in SAMPLE) != others]
+    found = {
+        name: problem(*CASES[name], tmp_path / str(number), good_run, monkeypatch, capfd)
+        for number, name in enumerate(names)
+    }
+    assert not {name: words for name, words in found.items() if words}
 
 
 def test_there_are_a_thousand_of_them():
     assert len(CASES) >= 1000
 
 
-SHOWN = [
-    pytest.param(words, files, marks=() if i % 8 == 0 else pytest.mark.slow)
-    for i, (words, files) in enumerate(readable())
-]
-
-
-@pytest.mark.parametrize(("words", "files"), SHOWN)
-def test_a_run_s_records_may_be_anything_and_what_can_be_shown_is(words, files, good_run, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(good_run, tmp_path / "RUN")
-    for file, content in files.items():
-        write(tmp_path, file, content)
-    with at_most(SECONDS):
-        assert main(words) == 0
-    assert "Traceback" not in capfd.readouterr().err
+@pytest.mark.parametrize("others", EACH, ids=["sample", "others"])
+def test_a_run_s_records_may_be_anything_and_what_can_be_shown_is(others, good_run, tmp_path, monkeypatch, capfd):
+    for number, (words, files) in enumerate(readable()):
+        if (number % 8 == 0) == others:
+            continue
+        folder = tmp_path / str(number)
+        shutil.copytree(good_run, folder / "RUN")
+        monkeypatch.chdir(folder)
+        for file, content in files.items():
+            write(folder, file, content)
+        with at_most(SECONDS):
+            code = main(words)
+        err = capfd.readouterr().err
+        assert code == 0, (number, words, err)
+        assert "Traceback" not in err, (number, words)
 
 
 def test_ctrl_c_while_preparing_is_one_word_and_the_next_time_goes_on(tmp_path):

@@ -4,19 +4,14 @@ import math
 
 import pytest
 import torch
-from titan_train.models import GPT, GPTArgs, init_for
+from naive import assert_matches, shaken
+from titan_train.models import GPT, GPTArgs
 from torch import Tensor
 
 
 def make(**changes: object) -> GPT:
     shape = {"dim": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 61, "max_seq_len": 16}
-    model = GPT(GPTArgs(**{**shape, **changes}))  # type: ignore[arg-type]
-    init = init_for(model)
-    for i, (fqn, parameter) in enumerate(model.named_parameters()):
-        init(fqn, parameter.data, torch.Generator().manual_seed(i))
-        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 + i))
-        parameter.data.add_(noise, alpha=0.1)
-    return model.double()
+    return shaken(GPT(GPTArgs(**{**shape, **changes})))  # type: ignore[arg-type]
 
 
 def naive_gpt(w: dict[str, Tensor], args: GPTArgs, tokens: Tensor) -> Tensor:
@@ -54,22 +49,8 @@ def naive_gpt(w: dict[str, Tensor], args: GPTArgs, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_and_every_gradient_match_the_naive_reference(tied: bool) -> None:
-    model = make(tied_embeddings=tied)
-    tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
-    probe = torch.randn(2, 9, 61, generator=torch.Generator().manual_seed(2)).double()
-    got = model(tokens)
-    (got * probe).sum().backward()
-
-    weights = {fqn: p.detach().clone().requires_grad_() for fqn, p in model.named_parameters()}
-    want = naive_gpt(weights, model.args, tokens)
-    (want * probe).sum().backward()
     # float64 throughout: rounding of sums of some thousand terms of order 10
-    assert float((got - want).detach().abs().max()) < 1e-11
-    for fqn, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert weights[fqn].grad is not None
-        scale = max(1.0, float(weights[fqn].grad.abs().max()))
-        assert float((parameter.grad - weights[fqn].grad).abs().max()) < 1e-11 * scale, fqn
+    assert_matches(make(tied_embeddings=tied), naive_gpt, 1e-11)
 
 
 def test_a_row_longer_than_the_learned_positions_is_refused() -> None:

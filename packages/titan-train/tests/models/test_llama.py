@@ -5,21 +5,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from titan_train.models import Llama, LlamaArgs, init_for
+from naive import assert_matches, shaken
+from titan_train.models import Llama, LlamaArgs
 from torch import Tensor
 
 ARGS = {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 48, "vocab_size": 61}
 
 
 def make(**changes: object) -> Llama:
-    model = Llama(LlamaArgs(**{**ARGS, **changes}))  # type: ignore[arg-type]
-    init = init_for(model)
-    for i, (fqn, parameter) in enumerate(model.named_parameters()):
-        init(fqn, parameter.data, torch.Generator().manual_seed(i))
-        # away from the initial values, where logits are near zero and norm weights all one
-        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 + i))
-        parameter.data.add_(noise, alpha=0.1)
-    return model.double()
+    return shaken(Llama(LlamaArgs(**{**ARGS, **changes})))  # type: ignore[arg-type]
 
 
 def naive_llama(w: dict[str, Tensor], args: LlamaArgs, tokens: Tensor) -> Tensor:
@@ -84,22 +78,8 @@ def naive_llama(w: dict[str, Tensor], args: LlamaArgs, tokens: Tensor) -> Tensor
     ids=["gqa", "tied-wide-heads", "mha-llama3.1-rope"],
 )
 def test_logits_and_every_gradient_match_the_naive_reference(changes: dict[str, object]) -> None:
-    model = make(**changes)
-    tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
-    probe = torch.randn(2, 9, 61, generator=torch.Generator().manual_seed(2)).double()
-    got = model(tokens)
-    (got * probe).sum().backward()
-
-    weights = {fqn: p.detach().clone().requires_grad_() for fqn, p in model.named_parameters()}
-    want = naive_llama(weights, model.args, tokens)
-    (want * probe).sum().backward()
     # all float64 but the cosines, stored in float32: 6e-8 relative to values of order 10
-    assert float((got - want).detach().abs().max()) < 1e-6
-    for fqn, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert weights[fqn].grad is not None
-        scale = float(weights[fqn].grad.abs().max())
-        assert float((parameter.grad - weights[fqn].grad).abs().max()) < 1e-6 * max(1.0, scale), fqn
+    assert_matches(make(**changes), naive_llama, 1e-6)
 
 
 def test_the_future_does_not_reach_the_past() -> None:

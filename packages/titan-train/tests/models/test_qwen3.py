@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from titan_train.models import Qwen3, Qwen3Args, init_for
+from naive import assert_matches, shaken
+from titan_train.models import Qwen3, Qwen3Args
 from titan_train.models.common.moe.balance import set_aux_scale
 from torch import Tensor
 
@@ -14,14 +15,7 @@ SPARSE = {"num_experts": 8, "experts_per_token": 3, "expert_ffn_dim": 16, "balan
 
 
 def make(**changes: object) -> Qwen3:
-    model = Qwen3(Qwen3Args(**{**ARGS, **changes}))  # type: ignore[arg-type]
-    init = init_for(model)
-    for i, (fqn, parameter) in enumerate(model.named_parameters()):
-        init(fqn, parameter.data, torch.Generator().manual_seed(i))
-        # away from the initial values, where logits are near zero and norm weights all one
-        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 + i))
-        parameter.data.add_(noise, alpha=0.1)
-    return model.double()
+    return shaken(Qwen3(Qwen3Args(**{**ARGS, **changes})))  # type: ignore[arg-type]
 
 
 def naive_qwen3(w: dict[str, Tensor], args: Qwen3Args, tokens: Tensor) -> Tensor:
@@ -88,22 +82,8 @@ def naive_qwen3(w: dict[str, Tensor], args: Qwen3Args, tokens: Tensor) -> Tensor
 
 @pytest.mark.parametrize("changes", [DENSE, {**DENSE, "tied_embeddings": True}, SPARSE], ids=["dense", "tied", "moe"])
 def test_logits_and_every_gradient_match_the_naive_reference(changes: dict[str, object]) -> None:
-    model = make(**changes)
-    tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
-    probe = torch.randn(2, 9, 61, generator=torch.Generator().manual_seed(2)).double()
-    got = model(tokens)
-    (got * probe).sum().backward()
-
-    weights = {fqn: p.detach().clone().requires_grad_() for fqn, p in model.named_parameters()}
-    want = naive_qwen3(weights, model.args, tokens)
-    (want * probe).sum().backward()
     # all float64 but the cosines, stored in float32: 6e-8 relative to values of order 10
-    assert float((got - want).detach().abs().max()) < 1e-6
-    for fqn, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert weights[fqn].grad is not None
-        scale = float(weights[fqn].grad.abs().max())
-        assert float((parameter.grad - weights[fqn].grad).abs().max()) < 1e-6 * max(1.0, scale), fqn
+    assert_matches(make(**changes), naive_qwen3, 1e-6)
 
 
 def test_the_future_does_not_reach_the_past() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import composition
+from titan_testing import run_ranks
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,25 @@ def assert_as_one_process(ranks, single):
     assert all(gradient.any() for gradient in expected.values())
     for parameter, gradient in expected.items():
         assert (whole[parameter] - gradient).abs().max() <= 1e-6, parameter
+
+
+def assert_continues(folder, base, first, then, until):
+    """A run of ``until`` steps on 2 ranks continues on 4 under another layout, and bit by bit under its own.
+
+    Args:
+        folder: A private one.
+        base: Sections of one process, which makes four steps.
+        first: Sections of the run that is continued.
+        then: Sections of 4 ranks.
+        until: The step at which the first run stops.
+    """
+    continue_run = composition.continue_run
+    whole = run_ranks(composition.run, 1, folder, "one", base, 4, timeout_s=170)[0][0]
+    start, losses = run_ranks(continue_run, 2, folder / "a", "resumed", first, until, timeout_s=170)[0]
+    begun, rest = run_ranks(continue_run, 4, folder / "a", "resumed", then, 4, timeout_s=170)[0]
+    assert (start, begun) == (0, until)
+    assert max(abs(a - b) for a, b in zip(losses + rest, whole, strict=True)) <= 5e-6
+    same = run_ranks(composition.run, 2, folder / "b", "same", first, 4, timeout_s=170)[0][0]
+    run_ranks(continue_run, 2, folder / "c", "resumed", first, until, timeout_s=170)
+    _, again = run_ranks(continue_run, 2, folder / "c", "resumed", first, 4, timeout_s=170)[0]
+    assert again == same[until:]

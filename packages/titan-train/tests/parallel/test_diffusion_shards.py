@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from composition import joined
-from composition_check import assert_as_one_process
+from composition_check import assert_as_one_process, assert_continues
 from test_diffusion import EVEN, TINY, filled, run
 from titan_testing import run_ranks
 from titan_train.config import parse_config
@@ -96,20 +96,9 @@ def test_validation_over_files_of_different_sizes_neither_hangs_nor_weighs_files
     assert abs(naive - np.mean(errors[:6])) > 1e-3 * loss
 
 
-def resume(folder, sections, until):
-    return composition.continue_run(folder, "resumed", sections, until)
-
-
 @pytest.mark.slow
 def test_a_run_continues_in_the_middle_of_a_file_on_another_layout_and_bitwise_on_its_own(shards, tmp_path):
     """After one step 8 of 13 samples are taken: the epoch and each file are begun."""
-    whole = run_ranks(composition.run, 1, tmp_path, "one", shards, 4, timeout_s=170)[0][0]
-    cp, both = {"parallel": {"cp": 2}}, {"parallel": {"pp": 2, **TP}}
-    first = run_ranks(resume, 2, tmp_path / "a", joined(shards, cp), 1, timeout_s=170)[0]
-    begun, rest = run_ranks(resume, 4, tmp_path / "a", joined(shards, both), 4, timeout_s=170)[0]
-    assert (first[0], begun) == (0, 1)
-    assert max(abs(a - b) for a, b in zip(first[1] + rest, whole, strict=True)) <= 5e-6
-    same = run_ranks(composition.run, 2, tmp_path / "b", "same", joined(shards, cp), 4, timeout_s=170)[0][0]
-    run_ranks(resume, 2, tmp_path / "c", joined(shards, cp), 1, timeout_s=170)
-    _, again = run_ranks(resume, 2, tmp_path / "c", joined(shards, cp), 4, timeout_s=170)[0]
-    assert again == same[1:]
+    assert_continues(
+        tmp_path, shards, joined(shards, {"parallel": {"cp": 2}}), joined(shards, {"parallel": {"pp": 2, **TP}}), 1
+    )

@@ -4,7 +4,7 @@ import json
 
 import composition
 import pytest
-from composition_check import assert_as_one_process
+from composition_check import assert_as_one_process, assert_continues
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.launch.validate import validate
@@ -164,23 +164,9 @@ def test_a_rank_without_an_image_does_not_hold_up_the_others(tmp_path):
         assert max(abs(a - b) for a, b in zip(found[0], alone[0], strict=True)) <= 2e-5  # as above
 
 
-def resume(folder, sections, until):
-    return composition.continue_run(folder, "resumed", sections, until)
-
-
 @pytest.mark.slow
 def test_a_run_continues_on_another_layout_with_the_same_losses_and_bitwise_on_its_own(tmp_path):
-    whole = run_ranks(composition.run, 1, tmp_path, "one", TINY, 4, timeout_s=170)[0][0]
-    four = joined(TINY, {"parallel": {"dp_replicate": 2, "mode": "hsdp"}})
-    first = run_ranks(resume, 2, tmp_path / "a", TINY, 2, timeout_s=170)[0]
-    assert first[0] == 0
-    begun, rest = run_ranks(resume, 4, tmp_path / "a", four, 4, timeout_s=170)[0]
-    assert begun == 2
-    assert max(abs(a - b) for a, b in zip(first[1] + rest, whole, strict=True)) <= 5e-6
-    same = run_ranks(composition.run, 2, tmp_path / "b", "same", TINY, 4, timeout_s=170)[0][0]
-    run_ranks(resume, 2, tmp_path / "c", TINY, 2, timeout_s=170)
-    _, again = run_ranks(resume, 2, tmp_path / "c", TINY, 4, timeout_s=170)[0]
-    assert again == same[2:]
+    assert_continues(tmp_path, TINY, TINY, joined(TINY, {"parallel": {"dp_replicate": 2, "mode": "hsdp"}}), 2)
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,11 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-from titan_train.config import parse_config
-from titan_train.config.model import ModelConfig
 from titan_train.generation import LoadedRun, Sampling, encode_chat, encode_prompt, stream_text
-from titan_train.models import build_model, init_for
-from titan_train.tokenizers import ByteTokenizer, ChatTemplate
 
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
@@ -21,15 +16,8 @@ uvicorn = pytest.importorskip("uvicorn")
 
 
 @pytest.fixture(scope="module")
-def run() -> LoadedRun:
-    model = build_model(ModelConfig(name="gpt_debug"), vocab_size=259, device="cpu").requires_grad_(False).eval()
-    init = init_for(model)
-    for i, (fqn, parameter) in enumerate(model.named_parameters()):
-        init(fqn, parameter.data, torch.Generator().manual_seed(i))
-        parameter.data.mul_(4 if parameter.ndim > 1 else 1)
-    tokenizer = ByteTokenizer()
-    template = ChatTemplate.of(tokenizer, "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
-    return LoadedRun(parse_config({}), model, tokenizer, 7, template)
+def run(loaded_run: Callable[..., LoadedRun]) -> LoadedRun:
+    return loaded_run("gpt_debug", step=7)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ arguments and result travel by pickle (tensors are fine: they travel by value).
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib.util
 import io
 import multiprocessing
@@ -174,7 +175,8 @@ def _stacks(waiting: dict[int, Any], processes: list[Any], folder: str, timeout_
 def _rank_main(rank: int, n: int, folder: str, task: bytes, sender: Any, timeout_s: float, init: bool) -> None:
     stack_file = Path(folder, f"stack-{rank}").open("w")  # noqa: SIM115 - must outlive this function
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
-    torch.set_num_threads(1)
+    gc.freeze()  # what the server imported: a collection would walk all of torch and copy the pages it shares
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     store = str(Path(folder, "store"))
     os.environ.update(
         RANK=str(rank),

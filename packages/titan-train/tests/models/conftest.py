@@ -1,0 +1,6 @@
+"""Make what the tests of models share importable."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
