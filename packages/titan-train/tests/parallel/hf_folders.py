@@ -11,6 +11,12 @@ _BASE: dict[str, Any] = {
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
 _ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_GATED_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}  # fmt: skip
+_LATENT = {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+           "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+           "qk_rope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
+_INDEXED = {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 8}
 FOLDERS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 16}},
@@ -30,17 +36,48 @@ FOLDERS: dict[str, dict[str, Any]] = {
                     "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
                     "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0,
                                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "initializer_range": 0.02},
+    "qwen3_next": _GATED_DELTA | _ROUTED | {"shared_expert_intermediate_size": 16},
+    "qwen3_5_text": _GATED_DELTA,
+    "qwen3_5_moe_text": _GATED_DELTA | _ROUTED | {"shared_expert_intermediate_size": 16},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+                 "n_shared_experts": 1, "use_qk_norm": True},
+    "glm4_moe_lite": _LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "glm_moe_dsa": _LATENT | _INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "deepseek_v32": _LATENT | _INDEXED,
+    "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "granitemoehybrid": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16,
+                         "layer_types": ["mamba", "attention", "mamba", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 8,
+                         "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8, "embedding_multiplier": 3.0,
+                         "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8,
+                   "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8, "n_routed_experts": 4,
+                   "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
+    "kimi_linear": _LATENT | {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+                              "linear_head_dim": 8, "linear_num_heads": 4, "num_experts": 4, "num_experts_per_token": 2,
+                              "first_k_dense_replace": 0},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
+                    "attention_chunk_size": 40, "floor_scale": 40, "no_rope_layers": [1, 0, 1, 1]},
+    "ministral": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "ministral3": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0,
+                                       "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                       "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}},
+    "gemma4_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16,
+                    "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 0},
+    "ernie4_5": {"tie_word_embeddings": True},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1,
+                     "moe_layer_start_index": 1},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     # without a plan
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-                 "n_shared_experts": 1},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},  # files have other names than the model
     "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
              "attn_pdrop": 0.0},
     "bloom": {"n_layer": 4, "n_head": 4},
     # masks are made without positions
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "initializer_range": 0.02},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "dropout": 0.0, "attention_dropout": 0.0},
     "biogpt": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0},
@@ -51,8 +88,6 @@ FOLDERS: dict[str, dict[str, Any]] = {
               "use_mamba_kernels": False},
     "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8,
                 "layer_types": ["full_attention", "linear_attention"] * 2},
-    "qwen3_next": _ROUTED | {"shared_expert_intermediate_size": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-                             "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 4,
                     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
@@ -64,7 +99,7 @@ def make(folder: Path, kind: str, *, vocab_size: int = 96, seed: int = 0, **chan
     """Write a folder with transformers' own ``save_pretrained``."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    base = {key: value for key, value in _BASE.items() if kind != "deepseek_v3" or key != "head_dim"}
+    base = {key: value for key, value in _BASE.items() if "kv_lora_rank" not in FOLDERS[kind] or key != "head_dim"}
     config = CONFIG_MAPPING[kind](**base | FOLDERS[kind] | {"vocab_size": vocab_size} | changes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

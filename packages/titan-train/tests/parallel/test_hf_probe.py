@@ -15,8 +15,8 @@ from titan_train.launch.validate import validate
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-MASKED = ("gpt_oss", "opt", "xglm", "biogpt")
-LEAKING = ("olmo_hybrid", "lfm2", "mamba2", "jamba", "minimax", "qwen3_next", "recurrent_gemma", "bloom")
+MASKED = ("opt", "xglm", "biogpt")
+LEAKING = ("olmo_hybrid", "lfm2", "mamba2", "jamba", "minimax", "recurrent_gemma", "bloom")
 
 
 def configured(tmp_path: Path, kind: str, sections: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -59,6 +59,37 @@ def test_a_family_that_leaks_over_the_end_of_a_document_is_refused_by_name(kind:
     config = configured(tmp_path, kind)
     with pytest.raises(ValueError, match=rf"in this {kind}, documents .* Set data.document_mask=false"):
         validate(config, 1)
+
+
+def test_a_folder_that_asks_for_more_than_its_plan_knows_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of llama4, whose plan is made to forget them: no field that the plan reads tells of them."""
+    from titan_train.models.hf.plans import HF_PLANS
+
+    forgetful = dataclasses.replace(HF_PLANS["llama4_text"], shorter_than=())
+    monkeypatch.setattr("titan_train.models.hf.build.hf_plans", lambda: {"llama4_text": forgetful})
+    config = configured(tmp_path, "llama4_text")
+    with pytest.raises(ValueError, match=r"attention of this llama4_text is not what its plan says"):
+        validate(config, 1)
+    monkeypatch.undo()
+    validate(config, 1)
+    with pytest.raises(ValueError, match=r"model.seq_len=32 is not shorter than attention_chunk_size=32"):
+        validate(configured(tmp_path / "short", "llama4_text", attention_chunk_size=32), 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "words"),
+    [
+        ("deepseek_v32", {"cp": 2}, "chooses its keys among all of the row"),
+        ("llama4_text", {"ep": 2}, "nothing is sent"),
+    ],
+)
+def test_what_a_planned_family_lacks_is_said_with_the_reason(
+    kind: str, parallel: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"the family '{kind}' of transformers has no [ce]p here: .*{words}"):
+        validate(configured(tmp_path, kind, {"parallel": parallel}), 2)
 
 
 def test_whole_rows_are_no_packed_documents(tmp_path: Path) -> None:

@@ -28,14 +28,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp pp": (4, {"parallel": {"tp": 2, "pp": 2}, "pipeline": {"schedule": "1f1b"}}),
     "ep tp": (4, {"parallel": {"ep": 2, "tp": 2}}),
 }
-PLANNED = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox")
-ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3")
-UNPLANNED = ("olmoe", "glm4_moe", "granite", "granitemoe", "gpt2", "bloom")
+PLANNED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox", "olmo3", "llama4_text", "ministral",
+    "ministral3", "gemma4_text", "ernie4_5", "hunyuan_v1_dense", "qwen3_5_text",
+)  # fmt: skip
+ROUTED = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe",
+    "glm4_moe_lite", "glm_moe_dsa", "deepseek_v32", "granitemoehybrid", "nemotron_h", "kimi_linear", "minimax_m2",
+    "ernie4_5_moe", "hunyuan_v1_moe",
+)  # fmt: skip
+UNPLANNED = ("olmoe", "granite", "granitemoe", "gpt2", "bloom")
 DEFAULT = {
     "fsdp": [("gpt2", True), ("granitemoe", False)],
     "pp": [("gemma3_text", True)],
     "tp pp": [("phi3", True), ("olmo2", False)],
-    "ep tp": [("qwen2_moe", False)],
+    "ep tp": [("qwen2_moe", False), ("gpt_oss", False), ("kimi_linear", False)],
 }
 
 

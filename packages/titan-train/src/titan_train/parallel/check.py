@@ -147,6 +147,12 @@ def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
             "A plan (titan_train.models.hf.plans; a package of yours adds one by an entry point) would name the styles of its "
             "linears (tp), its attention (cp), its layers and ends (pp) and its experts (ep)."
         )
+    for axis, reason in traits.plan.lacks.items() if traits.plan is not None else ():
+        if getattr(spec, axis) > 1:
+            raise ValueError(
+                f"parallel.{axis}={getattr(spec, axis)}: the family {kind!r} of transformers has no {axis} here: {reason}. Set "
+                f"parallel.{axis}=1."
+            )
     if config.model.lora_rank and spec.tp > 1:
         _check_cut_adapters(config, model)
 

@@ -37,15 +37,22 @@ class RowsPlan:
     Not a dataclass on purpose: FSDP2 and DistributedDataParallel rebuild dataclasses that they find in arguments.
     """
 
-    __slots__ = ("plan", "windows")
+    __slots__ = ("group", "plan", "windows")
 
-    def __init__(self, plan: titan_cp.AttentionPlan, windows: Mapping[int, titan_cp.AttentionPlan] = EMPTY) -> None:
+    def __init__(
+        self,
+        plan: titan_cp.AttentionPlan,
+        windows: Mapping[int, titan_cp.AttentionPlan] = EMPTY,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.plan = plan
         self.windows = windows
+        self.group = group
+        """All ranks that share the rows, for layers with a state."""
 
     def within(self, window: int) -> "RowsPlan":
         """The plan of a layer whose tokens see ``window`` tokens, itself included; the ranks hold the same tokens."""
-        return RowsPlan(self.windows[window]) if window in self.windows else self
+        return RowsPlan(self.windows[window], group=self.group) if window in self.windows else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +181,7 @@ class ContextParallelism:
             labels=plan.shard(labels, pad_value=-100),
             positions=plan.shard(positions.expand_as(tokens)),
             cu_seqlens=None,
-            attention_plan=RowsPlan(plan, windows),
+            attention_plan=RowsPlan(plan, windows, self._group),
             samples_consumed=batch.samples_consumed,
         )
 
@@ -203,7 +210,9 @@ class ContextAttention(nn.Module):
             ulysses_group=groups.get("ulysses_group"),
         )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, sinks: Tensor | None = None
+    ) -> Tensor:
         """As `CausalAttention`, on this rank's tokens.
 
         Args:
@@ -211,8 +220,9 @@ class ContextAttention(nn.Module):
             k: ``[B, S, K, D]``.
             v: ``[B, S, K, E]``, E at most D.
             context: With its ``attention_plan``.
+            sinks: A logit for each head, ``[H]``; None for none.
         """
-        return self._attention(q, k, v, plan=context.attention_plan.plan)
+        return self._attention(q, k, v, plan=context.attention_plan.plan, sinks=sinks)
 
 
 def plan_rows(

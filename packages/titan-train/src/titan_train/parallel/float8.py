@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from titan_train.config import Config, Float8Config
 from titan_train.models.common.moe.experts import Experts
+from titan_train.models.common.moe.routed import StackedExperts
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.shared_input import GatedInput, GeluInput, ModulatedNorm, SharedInput
 from titan_train.models.traits import traits_of
@@ -275,7 +276,7 @@ def convert_to_float8(
             model.set_submodule(name, gated)
         elif type(module) is GeluInput:
             model.set_submodule(name, GeluFloat8Input())
-        elif isinstance(module, Experts) and titan_fp8.matching_pattern(name, skip) is None:
+        elif isinstance(module, Experts | StackedExperts) and titan_fp8.matching_pattern(name, skip) is None:
             module.grouped_mm = titan_fp8.Float8GroupedMM(config.recipe)
     if fuse_norms:
         _cast_in_norms(model)
@@ -301,7 +302,7 @@ def check_skip(model: nn.Module, config: Float8Config) -> None:
     """Refuse with a ValueError a pattern of ``float8.skip`` that names no linear and no experts of the whole model."""
     if config.recipe == "none":
         return
-    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Experts))]
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Experts, StackedExperts))]
     tied = [  # of modules with the weight of such a layer
         other.rpartition(".")[0]
         for name, every in parameter_names(model).items()

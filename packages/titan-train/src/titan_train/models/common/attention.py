@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_train.models.common.packed import packed_attention
+from titan_train.models.common.sinks import sink_attention
 
 
 # Not a tuple and not a registered pytree on purpose: FSDP2 casts the floating-point tensors it finds in a block's
@@ -59,7 +60,9 @@ class CausalAttention(nn.Module):
         self.head_dim = head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, *, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -67,10 +70,13 @@ class CausalAttention(nn.Module):
             k: Keys ``[B, S, K, D]``.
             v: Values ``[B, S, K, E]``.
             context: Of this batch.
+            sinks: A learned logit for each head, ``[H]``: one more key of that score and of value zero; None for none.
 
         Returns:
             ``[B, S, H, E]``, in the dtype of ``q``.
         """
+        if sinks is not None:
+            return sink_attention(q, k, v, sinks, context.boundaries)
         if context.boundaries is not None:
             out = packed_attention(
                 q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), context.boundaries, longest=q.shape[1]

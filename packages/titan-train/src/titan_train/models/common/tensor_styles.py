@@ -21,7 +21,7 @@ from typing import Literal
 
 Style = Literal[
     "embedding", "positions", "region", "colwise", "heads", "kv_heads", "heads_norm", "kv_heads_norm", "rowwise",
-    "replicated", "head",
+    "replicated", "whole", "head",
 ]  # fmt: skip
 """How a module takes part in tensor parallelism. Weights are ``[out, in]``, as in `torch.nn.Linear`.
 
@@ -36,6 +36,8 @@ Style = Literal[
   way: the mean square is taken over the ranks.
 - ``rowwise``: a linear cut by columns of its weight: each rank's output is a summand. Its bias is with the first rank.
 - ``replicated``: whole on every rank, with all that it holds: norms, routers, projections to a shared latent.
+- ``whole``: the same for a layer that mixes tokens and is not cut: under sequence parallelism each rank computes all tokens and
+  keeps its own.
 - ``head``: the linear to the vocabulary, cut by rows; its input is made whole, its output stays cut (the loss sums).
 
 A linear outside of every region makes its input whole, or sums its output, by itself.

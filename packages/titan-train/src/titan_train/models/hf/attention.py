@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext, attend, document_mask
+from titan_train.models.common.sinks import with_sink_key
 
 NAME = "titan_train"
 """In transformers' registry, and as ``attn_implementation``."""
@@ -26,10 +27,12 @@ CONTEXT = "titan_context"
 
 @dataclass(frozen=True)
 class WindowedContext(SequenceContext):
-    """A context that also has the masks of sliding windows."""
+    """A context that also has the masks of sliding windows, and the documents for layers with a state."""
 
     windows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """Window to mask ``[B or 1, 1, S, S]``; windows that no row exceeds are absent."""
+    state: Any = None
+    """Where documents are, for layers with a state: a `titan_train.models.hf.state.StateRows`; None: rows are documents."""
 
 
 def window_mask(cu_seqlens: Tensor | None, seq_len: int, window: int, device: torch.device) -> Tensor:
@@ -54,9 +57,10 @@ def _attend(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: ``[B, H, S, D]`` queries and ``[B, K, S, D]`` keys to ``[B, S, H, E]``."""
+    """What transformers calls: ``[B, H, S, D]`` queries and ``[B, K, S, D]`` keys to ``[B, S, H, E]``; sinks are ``s_aux``."""
     context: WindowedContext = keywords[CONTEXT]
     own_scaling = query.shape[-1] ** -0.5
     if scaling is not None and scaling != own_scaling:
@@ -64,9 +68,13 @@ def _attend(
     if sliding_window is not None and context.attention_plan is not None:
         context = replace(context, attention_plan=context.attention_plan.within(sliding_window))
     elif sliding_window is not None and sliding_window in context.windows:
-        return attend(query, key, value, context.windows[sliding_window]).transpose(1, 2), None
+        mask = context.windows[sliding_window]
+        if s_aux is not None:
+            query, key, value, mask = with_sink_key(query, key, value, mask, s_aux)
+        return attend(query, key, value, mask).transpose(1, 2), None
     inner: Any = module.inner_attention
-    return inner(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context), None
+    sinks = {} if s_aux is None else {"sinks": s_aux}
+    return inner(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context, **sinks), None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from titan_train.models.arguments import ModelChoice
-from titan_train.models.common.moe.routed import RoutedExperts
+from titan_train.models.common.moe.routed import RoutedExperts, StackedExperts
 from titan_train.models.hf.folder import folder_of, read_published, with_changes
-from titan_train.models.hf.names import separate_experts
-from titan_train.models.hf.plans import HFPlan, hf_plans
+from titan_train.models.hf.names import SplitConvolution, separate_experts
+from titan_train.models.hf.plans import STACKED, HFPlan, hf_plans
 from titan_train.trust import refuse_foreign_code
 from titan_train.values import did_you_mean
 
@@ -36,7 +36,7 @@ def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
     config, published = _config(name, dict(choice.args))
     _check(name, config, vocab_size, choice.seq_len)
     if published["model_type"] in hf_plans():
-        _check_plan(name, config)
+        _check_plan(name, config, hf_plans()[published["model_type"]], choice.seq_len)
     model = assemble(config, published, name=name, split=choice.lora_rank == 0)
     if choice.lora_rank:
         from titan_train.models.hf.lora import add_adapters
@@ -69,7 +69,7 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
             "what it attends to. Use a folder of a decoder."
         )
     plan = hf_plans().get(kind)
-    implementation = {"attn_implementation": NAME} if plan is not None else {}
+    implementation = {"attn_implementation": NAME} if plan is not None and not plan.own_attention else {}
     try:
         model: Any = AutoModelForCausalLM.from_config(
             config, trust_remote_code=False, dtype=torch.float32, **implementation
@@ -156,7 +156,7 @@ def _check(name: str, config: Any, vocab_size: int | None, seq_len: int) -> None
         )
 
 
-def _check_plan(name: str, config: Any) -> None:
+def _check_plan(name: str, config: Any, plan: HFPlan, seq_len: int) -> None:
     found = {key: value for key in _DROPOUTS if (value := getattr(config, key, 0.0))}
     if found:
         wanted = ", ".join(f"model.args.{key}=0.0" for key in found)
@@ -169,6 +169,12 @@ def _check_plan(name: str, config: Any) -> None:
             f"model.name={name!r} has capped attention scores (attn_logit_softcapping), which attention here does not support. "
             "Use a model without them."
         )
+    for key in plan.shorter_than:
+        if (value := getattr(config, key, None)) and seq_len >= value:
+            raise ValueError(
+                f"model.seq_len={seq_len} is not shorter than {key}={value} of {folder_of(name)}, where attention of a "
+                f"{config.model_type} changes in a way that is not known here. Use rows of fewer than {value} tokens."
+            )
 
 
 def _check_causal(name: str, config: Any, *, planned: bool) -> None:
@@ -188,13 +194,27 @@ def _check_causal(name: str, config: Any, *, planned: bool) -> None:
 def _apply_plan(model: Any, plan: HFPlan, *, split: bool) -> None:
     """Attention, experts and (with ``split``) fused linears as parallelism wants them; the model computes the same."""
     from titan_train.models.hf.attention import attach
+    from titan_train.models.hf.state import has_state, take_over
 
     model.plan = plan
     config = model.config
     heads = int(config.num_attention_heads)
     windows: set[int] = set()
     for layer in model.get_submodule(plan.layers).children():
-        attention = layer.get_submodule(plan.attention)
+        for module in layer.children():
+            if has_state(module):
+                take_over(module)
+                model.has_state = True
+                if plan.convolution and split:
+                    widths = {part: int(getattr(module, width)) for part, width in plan.convolution.items()}
+                    module.conv1d = SplitConvolution(module.conv1d, widths)
+        if plan.experts:
+            _swap_experts(layer, plan, config)
+        attention: Any = getattr(layer, plan.attention, None)
+        if not hasattr(attention, "is_causal"):  # a layer of another sort
+            if split:
+                _split_fused(layer, plan)
+            continue
         width, value = _head_widths(attention)
         kv_heads = heads // int(getattr(attention, "num_key_value_groups", 1))
         attach(attention, num_heads=heads, num_kv_heads=kv_heads, head_dim=width, value_dim=value)
@@ -204,10 +224,9 @@ def _apply_plan(model: Any, plan: HFPlan, *, split: bool) -> None:
             else getattr(config, "sliding_window", None)
         )
         windows |= {int(window)} if window else set()
+        model.has_sinks |= isinstance(getattr(attention, "sinks", None), nn.Parameter)
         if split:
             _split_fused(layer, plan, heads, kv_heads, width)
-        if plan.experts:
-            _swap_experts(layer, plan.feed_forward, config)
     model.windows = tuple(sorted(windows))
 
 
@@ -219,7 +238,7 @@ def _head_widths(attention: Any) -> tuple[int, int]:
     return int(width), int(getattr(attention, "v_head_dim", width))
 
 
-def _split_fused(layer: nn.Module, plan: HFPlan, heads: int, kv_heads: int, head_dim: int) -> None:
+def _split_fused(layer: nn.Module, plan: HFPlan, heads: int = 0, kv_heads: int = 0, head_dim: int = 0) -> None:
     from titan_train.models.hf.names import SplitLinear
 
     for name, parts in plan.fused.items():
@@ -246,18 +265,29 @@ def _swap_unplanned_experts(model: Any, kind: str) -> None:
     for layer in model.repeated_layers():
         found = [name for name, module in layer.named_modules() if name.endswith(".experts") and _is_stack(module)]
         for name in found:
-            _swap_experts(layer, name.removesuffix(".experts"), config)
+            _unstack_experts(layer.get_submodule(name.removesuffix(".experts")), config)
 
 
 def _is_stack(module: nn.Module) -> bool:
     return {name for name, _ in module.named_parameters()} == {"gate_up_proj", "down_proj"}
 
 
-def _swap_experts(layer: nn.Module, feed_forward: str, config: Any) -> None:
-    inner: Any = layer.get_submodule(feed_forward)
-    old = getattr(inner, "experts", None)
-    if old is None:
+def _swap_experts(layer: nn.Module, plan: HFPlan, config: Any) -> None:
+    inner: Any = getattr(layer, plan.feed_forward, None)
+    if getattr(inner, "experts", None) is None:
         return
+    if plan.experts == STACKED or "down_proj" in plan.experts:
+        StackedExperts.take_over(inner.experts, _experts_per_token(config))
+    else:
+        _unstack_experts(inner, config)
+
+
+def _experts_per_token(config: Any) -> int:
+    return next((n for key in _CHOSEN if type(n := getattr(config, key, None)) is int), 1)
+
+
+def _unstack_experts(inner: Any, config: Any) -> None:
+    old = inner.experts
     values = torch.linspace(-4, 4, 9, device="cpu")
     if not torch.allclose(
         old.act_fn(values), nn.functional.silu(values)
@@ -265,7 +295,6 @@ def _swap_experts(layer: nn.Module, feed_forward: str, config: Any) -> None:
         named = getattr(config, "hidden_act", "another")
         raise ValueError(f"hidden_act={named!r}: experts here compute SiLU only. Set model.args.hidden_act='silu'.")
     count, width, hidden = old.gate_up_proj.shape
-    chosen = next((n for key in _CHOSEN if type(n := getattr(config, key, None)) is int), 1)
     inner.experts = RoutedExperts(
-        count, hidden, width // 2, experts_per_token=chosen, init_std=config.initializer_range
+        count, hidden, width // 2, experts_per_token=_experts_per_token(config), init_std=config.initializer_range
     )

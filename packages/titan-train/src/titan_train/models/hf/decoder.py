@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import document_positions, row_positions
-from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.models.common.packed import packed_boundaries
-from titan_train.models.common.tensor_styles import StyleTable
+from titan_train.models.common.tensor_styles import Style, StyleTable
 from titan_train.models.hf.attention import CONTEXT, WindowedContext, window_mask
 from titan_train.models.hf.family import HFFamily, HFModelArgs, family_of_model
 from titan_train.models.hf.lora import fill_adapter
 from titan_train.models.hf.names import key_map_of
 from titan_train.models.hf.plans import HFPlan, without_dense_region
 from titan_train.models.hf.stage_layers import Gone, StageLayers
+from titan_train.models.hf.state import StateRows, has_state, packed_rows
 
 _LOGITS_CHANGED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of ``config.json`` by which a family changes logits after the head."""
@@ -94,7 +94,10 @@ class HFDecoder(HFModel):
     plan: HFPlan
     windows: tuple[int, ...]
     """Sliding windows of its layers."""
-    base_model: nn.Module
+    has_state = False
+    """Whether some of its layers carry a state from token to token."""
+    has_sinks = False
+    """Whether heads have sinks."""
     holds_embedding = True
     holds_head = True
     changes_logits = False
@@ -108,17 +111,21 @@ class HFDecoder(HFModel):
     @property
     def tensor_styles(self) -> StyleTable:
         """How its modules take part in tensor parallelism: feed-forwards are regions where they are dense."""
-        table = dict(without_dense_region(self.plan).styles)
+        table: dict[str, Style] = dict(without_dense_region(self.plan).styles)
         for name, layer in self.get_submodule(self.plan.layers).named_children():
-            inner = layer.get_submodule(self.plan.feed_forward)
-            if not any(isinstance(module, RoutedExperts) for module in inner.children()):
+            for inner, module in layer.named_children():
+                if has_state(module):
+                    fqn = f"{self.plan.layers}.{name}.{inner}"
+                    table = {fqn: "whole", f"{fqn}.**": "replicated", **table}
+            inner = getattr(layer, self.plan.feed_forward, None)
+            if inner is not None and getattr(inner, "experts", None) is None:
                 table[f"{self.plan.layers}.{name}.{self.plan.feed_forward}"] = "region"
         return table
 
     @property
     def supports_kv_cache(self) -> bool:
-        """Generation's cache sees all earlier positions, so windows rule it out."""
-        return not self.windows
+        """Generation's cache sees all earlier positions and nothing else, so windows, states and sinks rule it out."""
+        return not (self.windows or self.has_state or self.has_sinks or self.plan.own_attention)
 
     @property
     def loss_head(self) -> str | None:
@@ -147,6 +154,7 @@ class HFDecoder(HFModel):
             cu_seqlens=cu_seqlens,
             boundaries=None if cu_seqlens is None else packed_boundaries(cu_seqlens, length),
             attention_plan=attention_plan,
+            state=self._state_rows(cu_seqlens, attention_plan),
             windows={w: window_mask(cu_seqlens, length, w, tokens.device) for w in narrow},
         )
         given = {"input_ids" if self.holds_embedding else "inputs_embeds": tokens}
@@ -158,12 +166,24 @@ class HFDecoder(HFModel):
             found = self._outcome(labels, **given, **keywords)
         return found if self.holds_head else taken[0]
 
+    def _state_rows(self, cu_seqlens: Tensor | None, attention_plan: Any) -> StateRows | None:
+        if not self.has_state or (attention_plan is None and cu_seqlens is None):
+            return None
+        if attention_plan is not None:
+            return StateRows(attention_plan.plan, attention_plan.group)
+        return packed_rows(cast("Tensor", cu_seqlens))
+
     def _outcome(self, labels: Tensor | None, **given: Any) -> Tensor:
         if self.holds_head and labels is not None:
-            return self.get_submodule(self.plan.head)(self.base_model(**given).last_hidden_state, labels)
+            return self.get_submodule(self.plan.head)(self._body(**given).last_hidden_state, labels)
         if self.holds_head:
             return cast("Any", super()).forward(**given).logits
-        return self.base_model(**given).last_hidden_state
+        return self._body(**given).last_hidden_state
+
+    @property
+    def _body(self) -> nn.Module:
+        """Everything but the head."""
+        return self.get_submodule(self.plan.layers.rpartition(".")[0])
 
     def take_stage(self, layers: range, *, first: bool, last: bool) -> "HFDecoder":
         """A copy of what one pipeline stage holds; parameter names stay as they are, other parts do nothing.

@@ -15,9 +15,9 @@ import torch
 from titan_ckpt import KeyMap, Pair
 from torch import Tensor, nn
 
-from titan_train.models.common.moe.routed import RoutedExperts
+from titan_train.models.common.moe.routed import RoutedExperts, StackedExperts
 from titan_train.models.hf.lora import BASE
-from titan_train.models.hf.plans import HFPlan
+from titan_train.models.hf.plans import STACKED, HFPlan
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _IGNORED = (r".*rotary_emb\.inv_freq", r".*\.(?:attention|attn)\.(?:masked_)?bias")
@@ -51,6 +51,23 @@ class SplitLinear(nn.Module):
         return torch.cat([part(x) for part in self.children()], dim=-1)
 
 
+class SplitConvolution(nn.Module):
+    """Depthwise convolutions of some channels each, of which a layer reads all weights at once."""
+
+    bias = None
+
+    def __init__(self, whole: nn.Conv1d, widths: Mapping[str, int]) -> None:
+        """Take ``whole`` apart, which has no bias and is on meta; ``widths`` has the channels of each part, in order."""
+        super().__init__()
+        for name, width in widths.items():
+            self.add_module(name, nn.Conv1d(width, width, whole.kernel_size[0], groups=width, bias=False))
+
+    @property
+    def weight(self) -> Tensor:
+        """``[channels, 1, taps]``."""
+        return torch.cat([part.get_parameter("weight") for part in self.children()])
+
+
 def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
     """The key map of a model that was built by `titan_train.models.hf.build`.
 
@@ -59,7 +76,8 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
         kind: Its ``model_type``.
         plan: Of its family, if it has one.
     """
-    apart = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts | SplitLinear)}
+    kinds = (SplitLinear, RoutedExperts, *(() if plan is None or plan.experts == STACKED else (StackedExperts,)))
+    apart = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     pairs: dict[Pair, None] = {}
     new_names = (
         plan.renamed if plan is not None else {pair[1]: pair[0] for step in _steps(kind) if (pair := _renaming(step))}
@@ -73,15 +91,15 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
             pairs[Pair(_template(name), _renamed(_template(name).replace(BASE, "."), new_names))] = None
             continue
         module = apart[owner]
-        if isinstance(module, RoutedExperts):
+        if isinstance(module, RoutedExperts | StackedExperts):
             leaf = name.removeprefix(f"{owner}.")
             here = _template(f"{owner}.")
-            if plan is not None:
-                there = f"{here.partition(f'.{plan.feed_forward}.')[0]}.{plan.experts[leaf]}"
+            if plan is not None and plan.experts != STACKED:
+                there = _renamed(f"{here.partition(f'.{plan.feed_forward}.')[0]}.{plan.experts[leaf]}", new_names)
             else:
                 there = _renamed(f"{here.removesuffix('experts.')}{separate[leaf]}", new_names)
             pairs[Pair(f"{here}{leaf}", there)] = None
-        else:
+        elif isinstance(module, SplitLinear):
             pairs |= dict.fromkeys(_parts(owner, module))
     old: list[str] = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     patterns = [*_IGNORED, *(f".*{pattern}.*" for pattern in old)]

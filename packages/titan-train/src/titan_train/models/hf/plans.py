@@ -2,7 +2,9 @@
 
 A family without a plan trains under DDP, FSDP and HSDP, with checkpoints, float8, activation checkpointing and compilation.
 Its plan adds tensor and sequence parallelism (`HFPlan.styles`), context parallelism (its attention is known to be causal,
-perhaps within a window), pipeline parallelism (the names of its parts) and expert parallelism (`HFPlan.experts`).
+perhaps within a window), pipeline parallelism (the names of its parts) and expert parallelism (`HFPlan.experts`). What a family
+lacks of these is in `HFPlan.lacks`, with the reason. Layers with a state are found by their code (`titan_train.models.hf.state`),
+and take part in tensor parallelism as ``whole``.
 
 The words of the styles are those of `titan_train.models.common.tensor_styles`.
 
@@ -23,6 +25,8 @@ from typing import Any, Literal
 from titan_train.models.common.tensor_styles import Style, StyleTable
 
 Count = Literal["query", "key_value", "ffn"]
+Axis = Literal["tp", "cp", "pp", "ep"]
+STACKED = "stacked"
 ENTRY_POINT_GROUP = "titan_train.hf_plans"
 _logger = logging.getLogger(__name__)
 
@@ -40,16 +44,28 @@ class HFPlan:
     """The last norm."""
     head: str = "lm_head"
     attention: str = "self_attn"
-    """The attention of a layer: calls transformers' registry of attention functions with all keywords it was given."""
+    """The attention of a layer: calls transformers' registry of attention functions with all keywords it was given. Layers may
+    do without."""
+    own_attention: bool = False
+    """Attention and its masks are left to transformers: tokens see others than those of a window. Rules ``cp`` out."""
     feed_forward: str = "mlp"
     """The feed-forward of a layer, a tensor-parallel region where it is dense."""
-    experts: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Where layers have routed experts ``gate_up_proj`` and ``down_proj`` in ``FEED_FORWARD.experts``: the file's names of
-    each expert's gate, down and up projection, from the layer's name on. Empty for a dense family."""
+    experts: Mapping[str, str] | Literal["stacked"] = field(default_factory=dict[str, str])
+    """Where layers have routed experts in ``FEED_FORWARD.experts``: the file's names of each expert's gate, down and up
+    projection (``w1``, ``w2``, ``w3``), from the layer's name on; those of the stacks that the module has, where it has no gate;
+    or `STACKED`, where files have the stacks too. Empty for a family without experts to spread."""
     fused: Mapping[str, Mapping[str, Count]] = field(default_factory=dict[str, Mapping[str, Count]])
     """Linears of a layer that are several in one, to their parts in order and how wide each is."""
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     """What files call a part of a tensor's name, where it differs from the module's; ``{i}`` is a layer's number."""
+    convolution: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Parts of the convolution of a layer with a state, where files have them apart, to the attribute that says how wide each
+    is."""
+    lacks: Mapping[Axis, str] = field(default_factory=dict[Axis, str])
+    """Parallelisms that this family cannot take part in, and why, for a message."""
+    shorter_than: tuple[str, ...] = ()
+    """Fields of ``config.json`` that a row must be shorter than, because its attention changes there in a way that is not known
+    here (chunks)."""
 
 
 def _decoder(attention: StyleTable, **more: Style) -> StyleTable:
@@ -113,9 +129,63 @@ _PHI: StyleTable = {
     "model.layers.*.mlp.gate_up_proj.*": "colwise",
 }
 _ROUTED: Mapping[str, Style] = {"gate": "replicated", "experts": "replicated"}
+_SHARED = _swiglu("model.layers.*.mlp.shared_experts")
 
 _LLAMA = HFPlan(styles=_decoder(_QKV))
 _EACH_EXPERT = _separate("mlp.experts", "gate_proj", "down_proj", "up_proj")
+_MIXTRAL_EXPERTS = _separate("block_sparse_moe.experts", "w1", "w2", "w3")
+_DEEPSEEK = HFPlan(styles={**_decoder(_LATENT, **_ROUTED), **_SHARED}, experts=_EACH_EXPERT)
+_SPARSE = HFPlan(
+    styles={**_decoder({**_LATENT, "indexer": "replicated"}, **_ROUTED), **_SHARED},
+    experts=_EACH_EXPERT,
+    own_attention=True,
+    lacks={"cp": "each token of its sparse attention chooses its keys among all of the row"},
+)
+_GATED_DELTA = _decoder({**_QKV, **_HEAD_NORMS})
+_GATED_DELTA_ROUTED: StyleTable = {
+    **_decoder({**_QKV, **_HEAD_NORMS}, **_ROUTED, shared_expert_gate="replicated"),
+    **_swiglu("model.layers.*.mlp.shared_expert"),
+}
+_LLAMA4: StyleTable = {
+    **{name.replace(".mlp", ".feed_forward"): style for name, style in _decoder(_QKV).items()},
+    "model.layers.*.feed_forward.router": "replicated",
+    "model.layers.*.feed_forward.experts": "replicated",
+    **_swiglu("model.layers.*.feed_forward.shared_expert"),
+}
+_GEMMA4: StyleTable = {
+    **_decoder({**_QKV, **_HEAD_NORMS}),
+    "model.layers.*.*layernorm_[12]": "replicated",
+    "model.layers.*.per_layer_*": "replicated",
+    "model.layers.*.post_per_layer_input_norm": "replicated",
+    "model.layers.*.router": "replicated",
+    "model.layers.*.experts": "replicated",
+    "model.embed_tokens_per_layer": "embedding",
+    "model.per_layer_*": "replicated",
+}
+_NEMOTRON_H: StyleTable = {
+    "model.embeddings": "embedding",
+    "model.layers.*.norm": "replicated",
+    **{f"model.layers.*.mixer.{name}": style for name, style in _QKV.items()},
+    "model.layers.*.mixer.o_proj": "rowwise",
+    "model.layers.*.mixer.up_proj": "colwise",
+    "model.layers.*.mixer.down_proj": "rowwise",
+    "model.layers.*.mixer.gate": "replicated",
+    "model.layers.*.mixer.fc[12]_latent_proj": "replicated",
+    "model.layers.*.mixer.experts": "replicated",
+    "model.layers.*.mixer.shared_experts": "region",
+    "model.layers.*.mixer.shared_experts.up_proj": "colwise",
+    "model.layers.*.mixer.shared_experts.down_proj": "rowwise",
+    "model.norm_f": "replicated",
+    "lm_head": "head",
+}
+_GRANITE_HYBRID: StyleTable = {
+    **_decoder(_QKV),
+    "model.layers.*.block_sparse_moe.router": "replicated",
+    "model.layers.*.block_sparse_moe.experts": "replicated",
+    "model.layers.*.shared_mlp": "region",
+    "model.layers.*.shared_mlp.input_linear.*": "colwise",
+    "model.layers.*.shared_mlp.output_linear": "rowwise",
+}
 
 HF_PLANS: Mapping[str, HFPlan] = {
     "llama": _LLAMA,
@@ -136,7 +206,7 @@ HF_PLANS: Mapping[str, HFPlan] = {
         attention="attention", renamed={"lm_head.": "embed_out."},
     ),
     "mixtral": HFPlan(
-        styles=_decoder(_QKV, **_ROUTED), experts=_separate("block_sparse_moe.experts", "w1", "w2", "w3"),
+        styles=_decoder(_QKV, **_ROUTED), experts=_MIXTRAL_EXPERTS,
         renamed={".{i}.mlp.": ".{i}.block_sparse_moe."},
     ),
     "qwen2_moe": HFPlan(
@@ -146,8 +216,64 @@ HF_PLANS: Mapping[str, HFPlan] = {
         experts=_EACH_EXPERT,
     ),
     "qwen3_moe": HFPlan(styles=_decoder({**_QKV, **_HEAD_NORMS}, **_ROUTED), experts=_EACH_EXPERT),
-    "deepseek_v3": HFPlan(
-        styles={**_decoder(_LATENT, **_ROUTED), **_swiglu("model.layers.*.mlp.shared_experts")}, experts=_EACH_EXPERT
+    "deepseek_v3": _DEEPSEEK,
+    "gpt_oss": HFPlan(
+        styles=_decoder({**_QKV, "sinks": "heads"}, router="replicated", experts="replicated"), experts=STACKED
+    ),
+    "qwen3_next": HFPlan(styles=_GATED_DELTA_ROUTED, experts=_EACH_EXPERT),
+    "qwen3_5_text": HFPlan(styles=_GATED_DELTA),
+    "qwen3_5_moe_text": HFPlan(styles=_GATED_DELTA_ROUTED, experts=_EACH_EXPERT),
+    "glm4_moe": HFPlan(
+        styles={**_decoder({**_QKV, **_HEAD_NORMS}, **_ROUTED), **_SHARED}, experts=_EACH_EXPERT
+    ),
+    "glm4_moe_lite": _DEEPSEEK,
+    "glm_moe_dsa": _SPARSE,
+    "deepseek_v32": _SPARSE,
+    "olmo3": HFPlan(styles=_decoder({**_QKV, **_WIDE_NORMS})),
+    "granitemoehybrid": HFPlan(
+        styles=_GRANITE_HYBRID, feed_forward="block_sparse_moe", experts=STACKED,
+        fused={"shared_mlp.input_linear": {"gate": "ffn", "up": "ffn"}},
+        renamed={
+            ".experts.gate_up_proj": ".input_linear.weight", ".experts.down_proj": ".output_linear.weight",
+            ".router.weight": ".router.layer.weight",
+        },
+    ),
+    "nemotron_h": HFPlan(
+        styles=_NEMOTRON_H, embedding="model.embeddings", norm="model.norm_f", attention="mixer", feed_forward="mixer",
+        experts={name: f"mixer.experts.{{j}}.{name}.weight" for name in ("up_proj", "down_proj")},
+        renamed={"model.": "backbone."},
+    ),
+    "kimi_linear": HFPlan(
+        styles={**_decoder(_LATENT, **_ROUTED), **_SHARED}, experts=_MIXTRAL_EXPERTS,
+        convolution={"q": "qkv_dim", "k": "qkv_dim", "v": "qkv_dim"},
+        renamed={
+            ".mlp.gate.": ".block_sparse_moe.gate.", ".mlp.shared_experts.": ".block_sparse_moe.shared_experts.",
+            ".forget_gate.": ".", ".conv1d.q.": ".q_conv1d.", ".conv1d.k.": ".k_conv1d.",
+            ".conv1d.v.": ".v_conv1d.",
+        },
+    ),
+    "minimax_m2": HFPlan(
+        styles=_decoder({**_QKV, **_WIDE_NORMS}, **_ROUTED), experts=_MIXTRAL_EXPERTS,
+        renamed={".{i}.mlp.": ".{i}.block_sparse_moe."},
+    ),
+    "llama4_text": HFPlan(
+        styles=_LLAMA4, feed_forward="feed_forward", shorter_than=("attention_chunk_size", "floor_scale"),
+        lacks={"ep": "each of its experts computes every token, so nothing is sent"},
+    ),
+    "ministral": _LLAMA,
+    "ministral3": _LLAMA,
+    "gemma4_text": HFPlan(styles=_GEMMA4, lacks={"ep": "its experts stand beside a dense feed-forward of the same layer"}),
+    "ernie4_5": _LLAMA,
+    "ernie4_5_moe": HFPlan(
+        styles={**_decoder(_QKV, **_ROUTED), **_SHARED}, experts=_EACH_EXPERT,
+        renamed={".gate.moe_statics.": ".moe_statics."},
+    ),
+    "hunyuan_v1_dense": HFPlan(styles=_decoder({**_QKV, "*_layernorm": "replicated"})),
+    "hunyuan_v1_moe": HFPlan(
+        styles={
+            **_decoder({**_QKV, "*_layernorm": "replicated"}, **_ROUTED), **_swiglu("model.layers.*.mlp.shared_mlp")
+        },
+        experts=_EACH_EXPERT,
     ),
 }  # fmt: skip
 """``model_type`` of ``config.json`` to the plan, for the families that are planned here; `hf_plans` has all."""

@@ -6,7 +6,8 @@ is built with random weights and tried on the CPU:
 
 - a token's logits do not depend on later tokens;
 - the logits of a packed row are those of its documents, one by one;
-- logits and gradients of a chain of pipeline stages are those of the whole.
+- logits and gradients of a chain of pipeline stages are those of the whole;
+- where a family's plan takes over its attention, logits are those of transformers' own.
 
 What fails is refused, with what to do. A family that packs right only if it is given masks is given them.
 """
@@ -24,6 +25,7 @@ from transformers import CONFIG_MAPPING
 
 from titan_train.models.build import SkipRandomFill
 from titan_train.models.call import accepted_inputs, call_model
+from titan_train.models.hf.attention import NAME
 from titan_train.models.hf.build import assemble
 from titan_train.models.hf.cut import VOCABULARY, cuts, layers_that_show_all
 from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplannedDecoder
@@ -73,6 +75,8 @@ def probe(model: HFModel, name: str, *, packed: bool, staged: bool, drawn: bool)
             if isinstance(model, UnplannedDecoder):
                 model.takes_masks = model_masks
         if isinstance(tiny, HFDecoder) and isinstance(model, HFDecoder):
+            if not tiny.plan.own_attention:
+                _check_attention(tiny, tokens, name, kind)
             model.changes_logits = _changes_logits(tiny, tokens)
             if staged:
                 _check_stages(tiny, tokens, name, kind)
@@ -198,6 +202,30 @@ def _check_documents(tiny: Any, tokens: Tensor, name: str, kind: str) -> bool:
         "transformers carries masks, convolutions or states over the end of a document. Set data.document_mask=false, to "
         "train with documents that see each other, as in most pretraining."
     )
+
+
+def _check_attention(tiny: HFDecoder, tokens: Tensor, name: str, kind: str) -> None:
+    """Whether attention here is what transformers computes for a row: its windows, its sinks and nothing else."""
+    limits = [int(n) for key in tiny.plan.shorter_than if (n := getattr(tiny.config, key, None))]
+    row = _rows(tokens[:, : min(limits, default=tokens.shape[1] + 1) - 1], None)
+    configs: dict[int, Any] = {
+        id(module.config): module.config for module in tiny.modules() if hasattr(module, "config")
+    }
+    with torch.no_grad():
+        got = call_model(tiny, row)
+        try:
+            for config in configs.values():
+                config._attn_implementation = "eager"
+            want = call_model(tiny, row)
+        finally:
+            for config in configs.values():
+                config._attn_implementation = NAME
+    if (found := _difference(got, want)) > _CLOSE:
+        raise ValueError(
+            f"model.name={name!r}: attention of this {kind} is not what its plan says: logits here and in transformers differ "
+            f"by {found:.2g} of their spread, on a small model of the same kind. Its config.json asks for something that is not "
+            "known here. Use another folder, or a plan with own_attention=True."
+        )
 
 
 def _changes_logits(tiny: HFDecoder, tokens: Tensor) -> bool:

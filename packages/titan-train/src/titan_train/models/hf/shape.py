@@ -1,8 +1,9 @@
 """The shape of a published model, from the fields of its ``config.json``. No torch, no transformers.
 
 Families name the same sizes in a few ways, which are all read. What no field says (an ungated feed-forward, biases) is known
-by ``model_type``; its plan says whether queries and keys are normalised. Matrices are exact for the families with a plan; up to
-one vector per layer (norms, biases) may be missed.
+by ``model_type``; its plan says whether queries and keys are normalised. Matrices are exact for the families with a plan whose
+layers are all of softmax attention; up to one vector per layer (norms, biases) may be missed. Layers with a state are counted as
+attention of the same heads.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedF
 _TIED = ("gpt2", "bloom", "opt", "falcon", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
 """Families whose head is the embedding's matrix where the file does not say."""
 _UNGATED = ("gpt2", "gpt_neox", "bloom", "opt", "falcon", "starcoder2", "phi", "gptj", "gpt_bigcode", "mpt", "nemotron")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_k", "moe_topk")
 _BIASED = ("gpt2", "gpt_neox", "bloom", "opt", "phi", "starcoder2", "qwen2", "qwen2_moe", "gpt_oss")
 
 
@@ -93,19 +96,21 @@ def _attention(read: _Reader, kind: str, dim: int, heads: int) -> AttentionWidth
 def _norms_heads(kind: str) -> bool:
     """Whether queries and keys are normalised, as the family's plan says."""
     plan = hf_plans().get(kind)
-    return plan is not None and any(f".{plan.attention}." in name and name.endswith("_norm") for name in plan.styles)
+    return plan is not None and any(
+        f".{plan.attention}." in name and name.endswith(("_norm", ".*_layernorm")) for name in plan.styles
+    )
 
 
 def _experts(read: _Reader, hidden: int) -> ExpertsShape | None:
     fields = read.fields
-    if not any(fields.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if not any(fields.get(name) for name in _EXPERTS):
         return None
     width = read.size("moe_intermediate_size", default=hidden)
     shared = fields.get("shared_expert_intermediate_size") or int(fields.get("n_shared_experts") or 0) * width
     groups = int(fields.get("n_group") or 1)
     return ExpertsShape(
-        read.size("num_experts", "num_local_experts", "n_routed_experts"),
-        read.size("num_experts_per_tok", "experts_per_token"),
+        read.size(*_EXPERTS),
+        read.size(*_CHOSEN),
         width,
         int(shared),
         max_groups=int(fields.get("topk_group") or 0) if groups > 1 else 0,
@@ -123,12 +128,14 @@ def _groups(
     window = int(fields.get("sliding_window") or 0) if fields.get("use_sliding_window", True) else 0
     types: list[Any] = fields.get("layer_types") or []
     first = fields.get("max_window_layers", 0) if "use_sliding_window" in fields else 0
-    leading = int(fields.get("first_k_dense_replace") or 0)
+    leading = int(fields.get("first_k_dense_replace") or fields.get("moe_layer_start_index") or 0)
+    sorts: list[Any] = fields.get("mlp_layer_types") or []
     also = fields.get("mlp_only_layers") or []
     count: dict[tuple[bool, bool], int] = {}
     for layer in range(layers):
         near = window > 0 and (types[layer] == "sliding_attention" if layer < len(types) else layer >= first)
-        kind = routed is not None and layer >= leading and layer not in also, near
+        sparse = sorts[layer] == "sparse" if layer < len(sorts) else layer >= leading and layer not in also
+        kind = routed is not None and sparse, near
         count[kind] = count.get(kind, 0) + 1
     narrow = AttentionWidths(
         attention.heads,

@@ -12,6 +12,7 @@ from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.tensor.async_linears import overlap
 from titan_train.parallel.tensor.boundaries import (
+    keep_own_tokens,
     look_up_own_rows,
     look_up_own_tokens,
     make_input_whole,
@@ -86,6 +87,9 @@ def _communicate(entry: PlannedModule, group: dist.ProcessGroup, *, sequence_par
         case "region":
             make_input_whole(module, group, sequence_parallel=sequence_parallel)
             sum_output(module, group, sequence_parallel=sequence_parallel)
+        case "whole" if sequence_parallel:
+            make_input_whole(module, group, sequence_parallel=True)
+            keep_own_tokens(module, group)
         case "head":
             make_input_whole(module, group, sequence_parallel=sequence_parallel)
         case "colwise" | "heads" | "kv_heads" if alone:

@@ -50,6 +50,17 @@ def sum_output(module: nn.Module, group: dist.ProcessGroup, *, sequence_parallel
     module.register_forward_hook(after)
 
 
+def keep_own_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """After a module has computed all tokens on every rank, each keeps its own."""
+    size, rank = group.size(), group.rank()
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        length = output.shape[-2] // size
+        return output.narrow(-2, rank * length, length)
+
+    module.register_forward_hook(after)
+
+
 def look_up_own_rows(
     module: nn.Module, group: dist.ProcessGroup, *, first_row: int, num_rows: int, sequence_parallel: bool
 ) -> None:

@@ -55,7 +55,7 @@ class _Cutter:
         pieces = entry.pieces(tp)
         shared_by = self._replica_group(tp // pieces) if pieces < tp else None
         cuts: dict[str, ParamShard] = {}
-        for name in ("weight", "bias"):
+        for name in entry.names:
             if getattr(module, name, None) is None:
                 continue
             if entry.style in ROW_CUT:
@@ -68,7 +68,8 @@ class _Cutter:
                 if rank > 0:
                     module.register_parameter(name, None)
             cuts[f"{entry.fqn}.{name}"] = replace(cut, pieces=pieces, partial_over=shared_by)
-        _set_sizes(module, start, length, rows=entry.style in ROW_CUT)
+        if "weight" in entry.names:
+            _set_sizes(module, start, length, rows=entry.style in ROW_CUT)
         return cuts
 
     def _slice(self, fqn: str, module: nn.Module, name: str, dim: int, start: int, length: int) -> ParamShard:

@@ -37,6 +37,8 @@ class PlannedModule:
     """What cannot be cut further: heads, or single rows or columns. A rank holds a whole number of them, at least one."""
     size: int = 0
     """Rows (or columns) of the whole weight, a multiple of ``units``."""
+    names: tuple[str, ...] = ("weight", "bias")
+    """Parameters of the module that are cut."""
 
     def share(self, tp: int, rank: int) -> tuple[int, int]:
         """First row (or column) of ``rank`` and how many it holds."""
@@ -110,10 +112,25 @@ def plan_tensor_parallel(
             units = size = _rows_or_columns(name, style, module)
             _check_size(name, style, size, tp)
         planned.append(PlannedModule(name, module, style, inside, units, size))
+    for name, style, size in _vectors_by_heads(model, table, styles):
+        owner, _, leaf = name.rpartition(".")
+        units, _ = _count_heads(name, style, size, named)
+        _check_heads(name, style, units, tp, replicate_kv)
+        planned.append(PlannedModule(owner, named[owner], style, True, units, size, (leaf,)))
     _check_regions(regions, planned)
     _check_tied(model, styles)
     partial = tuple(_partial_parameters(model, table, styles, regions, sequence_parallel))
     return TensorPlan(tuple(planned), partial, tuple(counters.values()))
+
+
+def _vectors_by_heads(
+    model: nn.Module, table: StyleTable, styles: dict[str, Style]
+) -> Iterator[tuple[str, Style, int]]:
+    """Parameters that a region holds itself, with entries of their own: a number or several for each head."""
+    for name, parameter in named_parameters(model):
+        style = style_of(name, table)
+        if style in ("heads", "kv_heads") and parameter.ndim == 1 and styles.get(name.rpartition(".")[0]) == "region":
+            yield name, style, parameter.shape[0]
 
 
 def _rows_or_columns(name: str, style: Style, module: nn.Module) -> int:
@@ -235,7 +252,7 @@ def _partial_parameters(
         style = style_of(name, table) or _owner_style(name, styles)
         if style is None or style == "region":
             forgotten.append(name)
-        elif style in ("replicated", "positions") and (sequence_parallel or _is_inside(name, regions)):
+        elif style in ("replicated", "whole", "positions") and (sequence_parallel or _is_inside(name, regions)):
             yield name
     if forgotten:
         more = f" and {len(forgotten) - 5} more" if len(forgotten) > 5 else ""
@@ -251,7 +268,7 @@ def _owner_style(parameter: str, styles: dict[str, Style]) -> Style | None:
     if owner in styles:
         return styles[owner]
     while owner := owner.rpartition(".")[0]:
-        if styles.get(owner) == "replicated":
+        if styles.get(owner) in ("replicated", "whole"):
             return "replicated"
     return None
 
