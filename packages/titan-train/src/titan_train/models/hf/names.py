@@ -99,7 +99,7 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
             else:
                 there = _renamed(f"{here.removesuffix('experts.')}{separate[leaf]}", new_names)
             pairs[Pair(f"{here}{leaf}", there)] = None
-        elif isinstance(module, SplitLinear):
+        else:
             pairs |= dict.fromkeys(_parts(owner, module))
     old: list[str] = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     patterns = [*_IGNORED, *(f".*{pattern}.*" for pattern in old)]
