@@ -78,7 +78,9 @@ def test_a_family_of_2026_trains_as_in_one_process(folder, single, layout, kinds
     wrong = {}
     for number, (kind, reference) in enumerate(zip(kinds, single(kinds, settings), strict=True)):
         errors, weights = hf_runs.errors(reference, [of_rank[number] for of_rank in results])
-        wide = 6 if kind in HYBRID else 1  # a state is a float32 sum over all tokens of a document, in chunks that differ
+        wide = (
+            6 if kind in HYBRID else 1
+        )  # a state is a float32 sum over all tokens of a document, in chunks that differ
         over = failures(errors, float8=False, wide=wide)
         if over or weights > 4e-6 * wide:  # four steps of SGD at 0.1 from gradients that differ by 4e-6
             wrong[kind] = over, errors, weights
