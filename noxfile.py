@@ -171,6 +171,30 @@ def families(session: nox.Session) -> None:
     )
 
 
+CARDS = [
+    "llama3_8b", "qwen3_8b", "qwen3_30b_a3b", "deepseek_v3", "hf:gemma2", "hf:gpt_oss", "hf:qwen3_next", "hf:olmo3", "hf:mixtral",
+    "hf:glm4_moe",
+]  # fmt: skip
+_PUBLISH = "import sys; from transformers import CONFIG_MAPPING as M; M[sys.argv[1]]().save_pretrained(sys.argv[2])"
+
+
+@nox.session(default=False)
+def cards(session: nox.Session) -> None:
+    """The cards of docs/reference/cards: families proven on this machine, five minutes each; `-- NAME ...` for some of them."""
+    _install_wheels(session, "titan-train")
+    session.install("--quiet", "transformers>=5.18")
+    for name in session.posargs or CARDS:
+        folder = ROOT / "docs/reference/cards" / name.removeprefix("hf:")
+        with session.chdir(session.create_tmp()):
+            if name.startswith("hf:"):  # a family of transformers as its default configuration describes it
+                session.run("python", "-c", _PUBLISH, *[name.removeprefix("hf:")] * 2)
+            shutil.rmtree("card", ignore_errors=True)
+            session.run("titan-train", "card", name, "--out", "card", env=TEST_ENV, success_codes=[0, 1])
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in ("card.md", "card.svg", "card.toml"):
+                shutil.copy(Path("card") / file, folder / file)
+
+
 @nox.session(default=False)
 def published(session: nox.Session) -> None:
     """Checkpoints and models against the transformers library: weights in, the same logits out."""

@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": "answer OpenAI's protocol on this machine with a run's model, and a page to chat in",
     "report": "write a run's one-page HTML report, compare several runs, or show where the time of steps went",
     "watch": "watch a run live, in the terminal or in a browser",
+    "card": "prove what works for a model on this machine, and write a card of it",
     "doctor": "show versions, devices and backends, and how to install what is missing",
     "list": "show the shipped configurations and models",
     "slurm": "write a batch file that runs a configuration on several machines",
