@@ -19,6 +19,7 @@ from titan_fsdp.wrap_plan import WrapPlan, plan
 from titan_fsdp.wrapping.checks import check_optimizer, check_wrapping
 
 if TYPE_CHECKING:
+    from titan_fsdp.planning.timeline import MemoryEvent, MemoryTrace
     from titan_fsdp.training.accumulate import accumulate
     from titan_fsdp.training.clip import clip_grad_norm_
     from titan_fsdp.training.state import eval_mode, full_state_dict, reshard
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from titan_fsdp.wrapping.powersgd import PowerSGD, gradient_compression
 
 _ON_USE = {
+    "MemoryEvent": "titan_fsdp.planning.timeline",
+    "MemoryTrace": "titan_fsdp.planning.timeline",
     "accumulate": "titan_fsdp.training.accumulate",
     "clip_grad_norm_": "titan_fsdp.training.clip",
     "eval_mode": "titan_fsdp.training.state",
@@ -47,6 +50,8 @@ __all__ = [
     "Comm",
     "Estimate",
     "Init",
+    "MemoryEvent",
+    "MemoryTrace",
     "MixedPrecision",
     "PlannedParam",
     "PlannedUnit",

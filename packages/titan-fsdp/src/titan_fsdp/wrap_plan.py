@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,9 @@ from titan_fsdp.planning.policy import Policy
 from titan_fsdp.planning.units import find_groups
 from titan_fsdp.torch_private import check_has
 from titan_fsdp.wrapping.checks import check_not_wrapped
+
+if TYPE_CHECKING:
+    from titan_fsdp.planning.timeline import MemoryTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,29 @@ class WrapPlan(PlanData):
                 be copied, because something put on it holds process groups or its own modules.
         """
         return estimate_step(self, model, inputs, loss, optimizer_states, microbatches, keep, in_place)
+
+    def record_memory(
+        self,
+        model: nn.Module,
+        inputs: Sequence[Any],
+        *,
+        loss: Callable[[Any], Tensor] | None = None,
+        gathers: bool = True,
+        compiled: bool = False,
+    ) -> "MemoryTrace":
+        """Every allocation and free of one microbatch's forward and backward, in order. No ranks, no allocation.
+
+        Args:
+            model: The plain model, with recomputation or compilation as it will run. It runs itself, on fake tensors, and is of
+                no further use.
+            inputs: Example arguments, as for `estimate`.
+            loss: From the model's output to the loss; without one backward starts from the output.
+            gathers: Whether each microbatch gathers and reduces; a pipeline does so once a step.
+            compiled: Run once before recording, so that what the compiler allocates is not recorded.
+        """
+        from titan_fsdp.planning.timeline import record_memory
+
+        return record_memory(self, model, inputs, loss, gathers=gathers, compiled=compiled)
 
     def apply(
         self, model: nn.Module, mesh: DeviceMesh | None = None, meshes: Mapping[str, DeviceMesh] | None = None

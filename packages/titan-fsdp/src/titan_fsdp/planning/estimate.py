@@ -107,8 +107,8 @@ def _saved_bytes(
     plan: PlanData, model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor] | None
 ) -> list[tuple[int, int]]:
     dtype = plan.policy.mp.param_dtype
-    _pretend_on_cpu(model)
-    args = [_empty_like(a, dtype) if isinstance(a, Tensor) else a for a in inputs]
+    pretend_on_cpu(model)
+    args = [fake_input(a, dtype) if isinstance(a, Tensor) else a for a in inputs]
     storages = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
     held: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
     total = 0
@@ -143,13 +143,13 @@ def _saved_bytes(
     return [after.get(unit.name, (total, largest)) for unit in plan.units[:-1]] + [(total, largest)]
 
 
-def _empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def fake_input(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return torch.zeros(tensor.shape, dtype=dtype, requires_grad=tensor.requires_grad)
 
 
-def _pretend_on_cpu(model: nn.Module) -> None:
+def pretend_on_cpu(model: nn.Module) -> None:
     """Replace meta tensors by fake ones that say they are on a CPU, ties kept.
 
     Attention then takes its fused kernel, as it will in the run; on meta it would be taken apart and save its scores.
@@ -169,12 +169,12 @@ def _local(unit: PlannedUnit, numel: int) -> int:
     return numel * (unit.params[0].dtype.itemsize if unit.params else 0)
 
 
-def _buffer(unit: PlannedUnit) -> int:
+def gather_buffer(unit: PlannedUnit) -> int:
     """Bytes of the flat all-gather output, which one shard does not need."""
     return unit.gather_bytes if unit.sizes.shard > 1 else 0
 
 
-def _kept(unit: PlannedUnit) -> int:
+def kept_gathered(unit: PlannedUnit) -> int:
     """Bytes that stay gathered from a unit's forward to its backward."""
     if isinstance(unit.reshard, bool):
         return 0 if unit.reshard else unit.gather_bytes
@@ -184,16 +184,16 @@ def _kept(unit: PlannedUnit) -> int:
 def _forward_peak(plan: PlanData, saved: list[int]) -> tuple[int, int]:
     root = plan.units[-1]
     kept = root.gather_bytes
-    peak, gathered, previous = kept + _buffer(root), kept, _buffer(root)
+    peak, gathered, previous = kept + gather_buffer(root), kept, gather_buffer(root)
     for i, unit in enumerate(plan.units[:-1]):
         before = saved[i - 1] if i else 0
         own = unit.gather_bytes
-        copy_out = kept + previous + _buffer(unit) + own + before
-        compute = kept + _buffer(unit) + own + saved[i]
+        copy_out = kept + previous + gather_buffer(unit) + own + before
+        compute = kept + gather_buffer(unit) + own + saved[i]
         peak = max(peak, copy_out, compute)
         gathered = max(gathered, kept + own)
-        kept += _kept(unit)
-        previous = _buffer(unit)
+        kept += kept_gathered(unit)
+        previous = gather_buffer(unit)
     return max(peak, kept + previous + saved[-1]), gathered
 
 
@@ -201,7 +201,7 @@ def _backward_peak(plan: PlanData, saved: list[int], largest: list[int], microba
     units = plan.units[:-1]
     root = plan.units[-1]
     # The root's parameters and full gradients live from the start of backward to its end.
-    kept = root.gather_bytes + _full_grads(root) + sum(_kept(u) for u in units)
+    kept = root.gather_bytes + full_grads(root) + sum(kept_gathered(u) for u in units)
     # Gradients of earlier microbatches. Sharded ones take this microbatch's in; whole ones go as they are reduced.
     whole = keep in ("unsharded", "zero1")
     earlier = _accumulated_grads if whole else _sharded_grads
@@ -210,13 +210,13 @@ def _backward_peak(plan: PlanData, saved: list[int], largest: list[int], microba
     done, peak = accumulated, accumulated + kept + saved[-1] + 2 * largest[-1]
     for i in range(len(units) - 1, -1, -1):
         unit = units[i]
-        kept -= _kept(unit)
-        ahead = _buffer(units[i - 1]) if i and units[i - 1].reshard is not False else 0
-        compute = kept + unit.gather_bytes + ahead + _full_grads(unit) + saved[i]
+        kept -= kept_gathered(unit)
+        ahead = gather_buffer(units[i - 1]) if i and units[i - 1].reshard is not False else 0
+        compute = kept + unit.gather_bytes + ahead + full_grads(unit) + saved[i]
         # At the largest operator, the gradients of its output and of its input are alive together.
         compute += 2 * largest[i]
         own = unit.reduce_numel * unit.reduce_dtype.itemsize
-        new = 0 if accumulated and whole else _full_grads(unit)
+        new = 0 if accumulated and whole else full_grads(unit)
         reduce = kept + ahead + new + own + _sharded_grads(unit) + (saved[i - 1] if i else 0)
         reducing = sum(in_flight)
         reduce += _waited_for(in_flight)
@@ -225,7 +225,7 @@ def _backward_peak(plan: PlanData, saved: list[int], largest: list[int], microba
         done += _sharded_grads(unit) - (earlier(unit) if accumulated else 0)
         in_flight.append(own)
     own = root.reduce_numel * root.reduce_dtype.itemsize
-    return max(peak, done + _full_grads(root) + own + _sharded_grads(root) + _waited_for(in_flight))
+    return max(peak, done + full_grads(root) + own + _sharded_grads(root) + _waited_for(in_flight))
 
 
 def _waited_for(in_flight: deque[int]) -> int:
@@ -233,7 +233,7 @@ def _waited_for(in_flight: deque[int]) -> int:
     return sum(in_flight) - (in_flight[0] if len(in_flight) == in_flight.maxlen else 0)
 
 
-def _full_grads(unit: PlannedUnit) -> int:
+def full_grads(unit: PlannedUnit) -> int:
     return sum(p.numel for p in unit.params if p.trainable) * unit.param_dtype.itemsize
 
 
