@@ -1,11 +1,16 @@
-"""The hardware file that doctor --bench writes: the planner gets out of it what was measured."""
+"""The hardware file that doctor --bench and plan calibrate --device write: the planner gets out of it what was measured."""
+
+import tomllib
 
 import pytest
 import tomli_w
-from titan_train.planner import Machine, load_machine
+from titan_train.cli import main
+from titan_train.planner import Machine, Setup, estimate, find_shape, load_machine
 from titan_train.planner.cost.constants import prior
+from titan_train.planner.hardware import measure
 from titan_train.planner.hardware.links import LinkSpeed
 from titan_train.planner.hardware.measure import MeasuredRates, gpu_lines, hardware_table
+from titan_train.planner.hardware.tables import Table
 
 SHARE = prior("compile")
 
@@ -53,3 +58,44 @@ def test_links_between_ranks_here_replace_those_of_the_file(tmp_path) -> None:
     shipped = load_machine("h100")
     assert machine.network.bytes_per_s == shipped.network.bytes_per_s
     assert written(tmp_path, rates).local.bytes_per_s == shipped.local.bytes_per_s
+
+
+def test_between_its_points_a_table_follows_powers_of_the_sizes_and_outside_it_has_no_answer() -> None:
+    axes = ((64.0, 512.0, 4096.0), (32.0, 128.0))
+    table = Table(axes, tuple(3e-9 * m**0.9 * k**1.1 for m in axes[0] for k in axes[1]))
+    for m, k in ((64, 32), (100, 50), (4096, 128), (777, 127.5)):
+        assert table.at(m, k) == pytest.approx(3e-9 * m**0.9 * k**1.1)
+    assert table.at(63, 64) is None
+    assert table.at(64, 129) is None
+
+
+def test_calibrate_measures_shapes_and_the_estimate_says_which_it_used(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(measure._GRID, "cpu", ((32, 256), (16, 256), (32, 128)))
+    collective = tuple((n, 1e-4 + n * 1e-9) for n in (128, 2**24))
+    links = [LinkSpeed(name, 90.0, 1.0, 2, "cpu", collective) for name in ("all-gather", "all-reduce")]
+    monkeypatch.setattr("titan_train.planner.hardware.links.measure_links", lambda: links)
+    rates = MeasuredRates("CPU", 5e10, 0.0, 1e10, 5e9, 2**34)
+    monkeypatch.setattr(measure, "measure_machine", lambda _, links: hardware_table(rates, links))
+    file = tmp_path / "my.toml"
+    assert main(["plan", "calibrate", "--device", "--out", str(file)]) == 0
+    assert "product fp32" in capsys.readouterr().out
+    machine = load_machine(str(file))
+    assert machine.tables.ranks == 2
+    shape = find_shape("llama3_debug")
+    small = Setup(seq_len=128, global_batch=4, microbatch=2, dp_shard=2, precision="fp32", stack="eager", loss="eager")
+    found = estimate(shape, machine, small)
+    assert "collectives measured" in found.measured
+    assert "products" in found.measured
+    # twice as slow products in the table are twice as slow in the estimate
+    content = tomllib.loads(file.read_text())
+    content["tables"]["product"]["fp32"]["seconds"] = [1.0] * 8
+    file.write_text(tomli_w.dumps(content))
+    assert estimate(shape, load_machine(str(file)), small).time.terms["products"] > 10 * found.time.terms["products"]
+    content["tables"]["product"]["fp32"]["seconds"] = [1.0] * 7
+    file.write_text(tomli_w.dumps(content))
+    with pytest.raises(
+        ValueError, match="needs ascending positive sizes on each axis and 8 positive seconds; it has 7"
+    ):
+        load_machine(str(file))
+    assert main(["plan", "calibrate"]) == 2
+    assert "--device to measure" in capsys.readouterr().err

@@ -21,6 +21,8 @@ class StepEstimate:
     constants: Constants
     time: StepTime
     memory: MemoryPeak
+    measured: str = ""
+    """Which operators came from the machine's own tables; empty where it has none."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -40,7 +42,9 @@ class StepEstimate:
 
 def estimate(shape: ModelShape, machine: Machine, setup: Setup, constants: Constants | None = None) -> StepEstimate:
     """Estimate ``setup`` on ``machine``."""
-    constants = constants or prior(setup.stack)
-    return StepEstimate(
-        shape, machine, setup, constants, step_time(shape, machine, constants, setup), memory_peak(shape, setup)
-    )
+    constants, tables = constants or prior(setup.stack), machine.tables
+    if tables is not None:
+        tables.answered.clear()
+    time = step_time(shape, machine, constants, setup)
+    measured = tables.describe() if tables is not None else ""
+    return StepEstimate(shape, machine, setup, constants, time, memory_peak(shape, setup), measured)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.cost.links import Span, exchange_seconds, gather_seconds
-from titan_train.planner.cost.products import DeviceRates, cast_seconds, product_seconds, rates
+from titan_train.planner.cost.products import DeviceRates, cast_seconds, plain_precision, product_seconds, rates
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.setup import Setup
 
@@ -158,10 +158,26 @@ def _attention(c: Context, a: AttentionWidths, cost: BlockCost) -> None:
     if not a.fused:
         scores = 2.0 * setup.tokens * setup.seq_len / setup.cp * a.heads / setup.tp / c.rates.stream
     passes, back_passes = _SCORE_PASSES
-    backward = 2.5 * behind / (rate * c.constants.attention_backward)
-    cost.add("attention", flops / rate + passes * scores, backward + back_passes * scores)
+    forward, backward = flops / rate, 2.5 * behind / (rate * c.constants.attention_backward)
+    if a.fused and a.causal and not (a.window or a.sparse or a.cross_tokens) and a.head_dim == a.v_dim:
+        forward, backward = _measured_attention(c, a) or (forward, backward)
+    cost.add("attention", forward + passes * scores, backward + back_passes * scores)
     if setup.cp > 1:
         _context_transfers(c, a, cost, flops / rate)
+
+
+def _measured_attention(c: Context, a: AttentionWidths) -> tuple[float, float] | None:
+    """Forward and backward of causal attention by the machine's table, which holds one head of one sequence."""
+    s, tables = c.setup, c.rates.tables
+    if tables is None:
+        return None
+    found = [
+        tables.find(f"attention.{plain_precision(c.rates)}{way}", s.seq_len, a.head_dim) for way in ("", "_backward")
+    ]
+    if found[0] is None or found[1] is None:
+        return None
+    heads = s.microbatch * a.heads / s.tp / s.cp * s.attention_share / (c.constants.context if s.cp > 1 else 1.0)
+    return heads * found[0], heads * found[1]
 
 
 def _context_transfers(c: Context, a: AttentionWidths, cost: BlockCost, compute: float) -> None:

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from titan_train.planner.hardware.machine import Machine
+from titan_train.planner.hardware.tables import Tables
 
 _RING_START_S, _RING_LOCAL_S, _RING_NETWORK_S = 8.4e-6, 3.4e-6, 14e-6
 
@@ -29,6 +30,12 @@ class Span:
     """Inside one domain."""
     per_domain: int
     """Members that share a domain."""
+    tables: Tables | None = None
+    """Measured collectives of such a group."""
+
+    def measured(self, operation: str, num_bytes: float) -> float | None:
+        """Seconds of one measured call; None where it was not measured."""
+        return self.tables.find(f"collective.{operation}", num_bytes) if self.tables is not None else None
 
     @property
     def tree_s(self) -> float:
@@ -49,7 +56,8 @@ def span(machine: Machine, size: int, stride: int, *, local_share: float, networ
     """The link of a group; the shares are the parts of the nominal bandwidths that collectives reach."""
     local = machine.local.bytes_per_s * local_share
     if size * stride <= machine.domain:
-        return Span(size, local, machine.local.latency_s, True, size)
+        tables = machine.tables if machine.tables is not None and machine.tables.ranks == size > 1 else None
+        return Span(size, local, machine.local.latency_s, True, size, tables)
     members = max(1, min(size, machine.domain // stride))
     network = machine.network.bytes_per_s * network_share * members
     return Span(size, min(local, network), machine.network.latency_s, False, members)
@@ -59,14 +67,16 @@ def gather_seconds(num_bytes: float, group: Span, calls: float = 1) -> float:
     """All-gather or reduce-scatter of ``num_bytes`` in total, in so many calls."""
     if group.size <= 1 or num_bytes <= 0:
         return 0.0
-    return _moved_once(num_bytes, group) + calls * group.ring_s
+    measured = group.measured("all-gather", num_bytes / calls)
+    return calls * measured if measured is not None else _moved_once(num_bytes, group) + calls * group.ring_s
 
 
 def reduce_seconds(num_bytes: float, group: Span, calls: float = 1) -> float:
     """All-reduce of ``num_bytes`` in total, in so many calls."""
     if group.size <= 1 or num_bytes <= 0:
         return 0.0
-    return 2 * (_moved_once(num_bytes, group) + calls * group.tree_s)
+    measured = group.measured("all-reduce", num_bytes / calls)
+    return calls * measured if measured is not None else 2 * (_moved_once(num_bytes, group) + calls * group.tree_s)
 
 
 def _moved_once(num_bytes: float, group: Span) -> float:
@@ -83,6 +93,9 @@ def exchange_seconds(
     n = group.size
     if n <= 1 or num_bytes <= 0:
         return 0.0
+    measured = group.measured("all-to-all", num_bytes)
+    if measured is not None:
+        return measured
     latency = group.tree_s
     if group.local:
         return _moved_once(num_bytes, group) + latency

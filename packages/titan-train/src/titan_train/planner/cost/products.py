@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.hardware.machine import Machine
+from titan_train.planner.hardware.tables import Tables
 from titan_train.planner.setup import Precision
 
 _PENALTY = {"tensorwise": 1.0, "delayed": 1.0, "rowwise": 1.04, "mxfp8": 1.04, "blockwise": 1.12}
@@ -27,6 +28,9 @@ class DeviceRates:
     operand_bytes: float
     cast_bytes: float
     """Bytes per operand element that casting moves; 0 without float8."""
+    tables: Tables | None = None
+    precision: str = "bf16"
+    """Of the measured products; those that stay ``plain`` are bf16, or fp32 in a run of fp32."""
 
 
 def rates(machine: Machine, constants: Constants, precision: Precision) -> DeviceRates:
@@ -40,7 +44,9 @@ def rates(machine: Machine, constants: Constants, precision: Precision) -> Devic
     stream = machine.bandwidth * constants.bandwidth
     if precision in ("bf16", "fp32"):
         half = 2.0 if precision == "fp32" and machine.name != "cpu" else 1.0
-        return DeviceRates(plain / half, plain / half, attention / half, stream, 2.0 * half, 0.0)
+        return DeviceRates(
+            plain / half, plain / half, attention / half, stream, 2.0 * half, 0.0, machine.tables, precision
+        )
     blocks_of_32 = precision in ("mxfp8", "nvfp4")  # units that scale blocks came with those of fp4
     peak = machine.fp4 if precision == "nvfp4" else machine.fp8
     if not peak or (blocks_of_32 and not machine.fp4):
@@ -48,13 +54,19 @@ def rates(machine: Machine, constants: Constants, precision: Precision) -> Devic
             f"{machine.title} has no units for precision {precision!r}. Use 'bf16', or a machine that has them."
         )
     if precision == "nvfp4":
-        return DeviceRates(peak * constants.matmul4, plain, attention, stream, 0.6, constants.cast_bytes)
+        return DeviceRates(
+            peak * constants.matmul4, plain, attention, stream, 0.6, constants.cast_bytes, machine.tables, precision
+        )
     products = peak * constants.matmul8 / _PENALTY[precision]
-    return DeviceRates(products, plain, attention, stream, 1.0, constants.cast_bytes)
+    return DeviceRates(products, plain, attention, stream, 1.0, constants.cast_bytes, machine.tables, precision)
 
 
 def product_seconds(r: DeviceRates, rows: float, inner: float, columns: float, *, plain: bool = False) -> float:
     """Forward: ``[rows, inner] @ [inner, columns]``."""
+    if r.tables is not None:
+        measured = r.tables.find(f"product.{plain_precision(r) if plain else r.precision}", rows, inner, columns)
+        if measured is not None:
+            return measured
     flops = 2.0 * rows * inner * columns
     if plain or r.cast_bytes == 0:
         return flops / r.plain + 2.0 * (rows * inner + inner * columns + rows * columns) / r.stream
@@ -64,4 +76,12 @@ def product_seconds(r: DeviceRates, rows: float, inner: float, columns: float, *
 
 def cast_seconds(r: DeviceRates, elements: float) -> float:
     """Casting an operand to float8."""
+    measured = r.tables.find(f"cast.{r.precision}", elements) if r.tables is not None and r.cast_bytes else None
+    if measured is not None:
+        return measured
     return r.cast_bytes * elements / r.stream
+
+
+def plain_precision(r: DeviceRates) -> str:
+    """The precision of what is not in float8: attention, the head."""
+    return r.precision if r.precision == "fp32" else "bf16"

@@ -90,7 +90,7 @@ def step_time(
     costs = costs if costs is not None else [block_cost(c, b) for b in shape.blocks]
     m, p = setup.microbatches, setup.pp
     passes = _all_blocks(c, shape, costs)
-    head = _head(c, shape)
+    head = head_seconds(c, shape)
     compute = sum(passes.values()) + head
     terms = dict.fromkeys(TERMS, 0.0)
     for name, seconds in passes.items():
@@ -136,14 +136,14 @@ def _all_blocks(c: Context, shape: ModelShape, costs: list[BlockCost]) -> dict[s
         for name, seconds in cost.recompute.items():
             key = name if name in ("tp", "cp", "ep") else "recompute"
             out[key] = out.get(key, 0.0) + block.count * seconds
-    for cost in _second_token(c, shape, costs):
+    for cost in second_token(c, shape, costs):
         for part in (cost.forward, cost.backward):
             for name, seconds in part.items():
                 out[name] = out.get(name, 0.0) + shape.mtp * seconds
     return out
 
 
-def _second_token(c: Context, shape: ModelShape, costs: list[BlockCost]) -> list[BlockCost]:
+def second_token(c: Context, shape: ModelShape, costs: list[BlockCost]) -> list[BlockCost]:
     """What predicts one further token: a mixer with a feed-forward. Hybrids have two blocks for it, whose products stay in
     bf16.
     """
@@ -155,7 +155,7 @@ def _second_token(c: Context, shape: ModelShape, costs: list[BlockCost]) -> list
     return [block_cost(plain, shape.blocks[-1]), block_cost(plain, next(b for b in shape.blocks if b.ffn is not None))]
 
 
-def _head(c: Context, shape: ModelShape) -> float:
+def head_seconds(c: Context, shape: ModelShape) -> float:
     if not shape.vocab:
         return 0.0
     s = c.setup

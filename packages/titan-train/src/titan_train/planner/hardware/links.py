@@ -22,6 +22,7 @@ from titan_train.child_processes import interrupts_blocked, without_working_dire
 
 _ROWS = "rows.json"
 _SMALL, _LARGE, _CALLS = 64, {"cpu": 2**22, "cuda": 2**26}, 7  # bytes per rank; calls of each
+_BETWEEN = (2**12, 2**16, 2**19, 2**22)  # further sizes of the table
 
 
 _AXES = {
@@ -46,6 +47,8 @@ class LinkSpeed:
     ranks: int
     device: str
     """cpu or cuda."""
+    table: tuple[tuple[int, float], ...] = ()
+    """Bytes of the whole message, and median seconds of a call with them."""
 
     @property
     def axes(self) -> str:
@@ -66,7 +69,7 @@ def measure_links() -> list[LinkSpeed]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_rank, args=(rank, size, gpus > 1, folder)) for rank in range(size)]
-        found: list[tuple[str, float, float]] = []
+        found: list[tuple[str, float, float, list[tuple[int, float]]]] = []
         patience = 0.0  # with ranks that an interrupt or an error leaves behind
         try:
             with without_working_directory(), interrupts_blocked():
@@ -86,7 +89,8 @@ def measure_links() -> list[LinkSpeed]:
         raise RuntimeError(
             "two ranks on this machine could not talk to each other; see the error above, if there is one."
         )
-    return [LinkSpeed(*row, ranks=size, device="cuda" if gpus > 1 else "cpu") for row in found]
+    device = "cuda" if gpus > 1 else "cpu"
+    return [LinkSpeed(name, us, rate, size, device, tuple((n, s) for n, s in times)) for name, us, rate, times in found]
 
 
 def _rank(rank: int, size: int, gpus: bool, folder: str) -> None:
@@ -102,14 +106,17 @@ def _rank(rank: int, size: int, gpus: bool, folder: str) -> None:
     dist.init_process_group(
         "nccl" if gpus else "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
     )
-    rows: list[tuple[str, float, float]] = []
+    rows: list[tuple[str, float, float, list[tuple[int, float]]]] = []
     large_bytes = _LARGE[device.type]
-    for operation in _operations(size, device):
-        small = statistics.median(_times(operation[1], _SMALL, device))
-        sent, large = operation[2] * large_bytes, min(_times(operation[1], large_bytes, device))
-        rows.append((operation[0], 1e6 * small, sent / max(large, 1e-9) / 1e9))
+    for name, make, parts in _operations(size, device):
+        sizes = sorted({_SMALL, *(n for n in _BETWEEN if n < large_bytes), large_bytes})
+        times = {n: _times(make, n, device) for n in sizes}
+        small, large = statistics.median(times[_SMALL]), min(times[large_bytes])
+        whole = 1 if name in ("all-reduce", "send and recv") else size
+        table = [(whole * n, max(statistics.median(times[n]), 1e-9)) for n in sizes]
+        rows.append((name, 1e6 * small, parts * large_bytes / max(large, 1e-9) / 1e9, table))
     small, large = _stage_times(rank, size, device)
-    rows.append(("stage to stage", 1e6 * statistics.median(small), large_bytes / max(min(large), 1e-9) / 1e9))
+    rows.append(("stage to stage", 1e6 * statistics.median(small), large_bytes / max(min(large), 1e-9) / 1e9, []))
     if rank == 0:
         (Path(folder) / _ROWS).write_text(json.dumps(rows))
     dist.barrier()

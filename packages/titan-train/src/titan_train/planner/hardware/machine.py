@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.files import read_toml
+from titan_train.planner.hardware.tables import Tables, read_tables
 from titan_train.values import did_you_mean
 
 _ALIASES = {
@@ -56,6 +57,8 @@ class Machine:
     """Devices that the local link joins."""
     local: LinkClass
     network: LinkClass
+    tables: Tables | None = None
+    """Measured operators, where the file has them."""
 
 
 def list_machines() -> list[str]:
@@ -123,6 +126,7 @@ def _parse(table: dict[str, Any], name: str) -> Machine:
             domain=int(local["ranks"]),
             local=LinkClass(local["gb_s"] * 1e9, local["latency_us"] * 1e-6),
             network=LinkClass(network["gb_s"] * 1e9, network["latency_us"] * 1e-6),
+            tables=read_tables(table.get("tables", {}), name),
         )
     except KeyError as err:
         raise ValueError(f"hardware file {name!r} lacks the key {err}: compare it with a shipped file.") from err

@@ -20,6 +20,11 @@ from titan_train.planner.hardware.links import LinkSpeed
 from titan_train.planner.hardware.machine import Machine, load_machine, machine_of_device
 
 _SIZES = {"cpu": 1024, "cuda": 8192}
+_GRID = {
+    # rows of a product, its inner and outer widths; tokens of attention
+    "cpu": ((64, 512, 4096), (64, 512, 2048), (64, 256, 1024)),
+    "cuda": ((512, 4096, 32_768), (512, 2048, 8192, 32_768), (1024, 8192, 32_768)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,59 @@ def hardware_table(rates: MeasuredRates, links: Sequence[LinkSpeed]) -> dict[str
         },
         "links": _links(known, rates.device, links),
     }
+
+
+def measure_tables(device: str, links: Sequence[LinkSpeed]) -> dict[str, Any]:
+    """The ``tables`` of a hardware file: seconds of products, attention and casts by shape, and of collectives by bytes."""
+    import torch
+    import torch.nn.functional as F
+    from titan_fp8 import RECIPES, cast
+
+    rows, inner, tokens = _GRID[device]
+    plain = "bf16" if device == "cuda" else "fp32"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    float8 = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+    tables: dict[str, Any] = {"product": {}, "attention": {}, "cast": {}, "collective": {}}
+
+    def random(*shape: int) -> Any:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    def grid(axes: Sequence[Sequence[int]], seconds: Callable[..., float]) -> dict[str, Any]:
+        return {"axes": [list(axis) for axis in axes], "seconds": [seconds(*at) for at in itertools.product(*axes)]}
+
+    def product(m: int, k: int, n: int) -> float:
+        a, b = random(m, k), random(k, n)
+        return _best(lambda: a @ b, device, 2)
+
+    def product8(m: int, k: int, n: int) -> float:
+        return 2 * m * k * n / _products8(random(m, k), random(k, n), device)
+
+    def attention(count: int, width: int) -> tuple[float, float]:
+        heads = 4 if device == "cpu" else 32
+        q, k, v = (random(1, heads, count, width).requires_grad_() for _ in range(3))
+        forward = _best(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        backward = _best(lambda: torch.autograd.grad(out, (q, k, v), out, retain_graph=True), device, 2)
+        return forward / heads, backward / heads
+
+    tables["product"][plain] = grid((rows, inner, inner), product)
+    if float8:
+        tables["product"]["tensorwise"] = grid((rows, inner, inner), product8)
+    both = {at: attention(*at) for at in itertools.product(tokens, (32, 64, 128))}
+    for way, name in enumerate((plain, f"{plain}_backward")):
+        tables["attention"][name] = grid((tokens, (32, 64, 128)), lambda *at, way=way: both[at][way])
+    for recipe in ("tensorwise", "rowwise", "blockwise") if float8 else ():
+        scaling = RECIPES[recipe].x
+        sizes = [n * 4096 for n in (256, 4096, 65536)]
+        tables["cast"][recipe] = grid(
+            [sizes], lambda n, scaling=scaling: _best(lambda: cast(random(n // 4096, 4096), scaling), device, 2)
+        )
+    for speed in links:
+        if speed.table:
+            sizes, seconds = zip(*speed.table, strict=True)
+            tables["collective"][speed.operation] = {"axes": [list(sizes)], "seconds": list(seconds)}
+            tables["ranks"] = speed.ranks
+    return tables
 
 
 def measure_rates(device: str) -> MeasuredRates:
@@ -152,19 +210,23 @@ def _products8(a: Any, b: Any, device: str) -> float:
     if device != "cuda" or torch.cuda.get_device_capability() < (8, 9):
         return 0.0
     one = torch.ones((), device=device)
-    left, right = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    left, right = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
 
     def product() -> Any:
         return torch._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
-    return 2 * len(a) ** 3 / _best(product, device)
+    return 2 * a.numel() * b.shape[1] / _best(product, device)
 
 
-def write_machine(path: Path, device: str = "auto", links: Sequence[LinkSpeed] = ()) -> dict[str, Any]:
-    """Measure, write the file, return its table."""
+def write_machine(
+    path: Path, device: str = "auto", links: Sequence[LinkSpeed] = (), *, by_shape: bool = False
+) -> dict[str, Any]:
+    """Measure, write the file, return its table; ``by_shape`` adds what `measure_tables` finds."""
     import tomli_w
 
     table = measure_machine(device, links)
+    if by_shape:
+        table["tables"] = measure_tables(this_device() if device == "auto" else device, links)
     path.write_text(tomli_w.dumps(table))
     return table
 

@@ -45,6 +45,8 @@ def estimate_text(e: StepEstimate) -> str:
         lines.append(f"  {name:<20}{size / _GIB:9.2f} GiB")
     lines += notes_on([e])
     lines += ["", f"constants {e.constants.source}; machine: {e.machine.source}"]
+    if e.measured:
+        lines.append(f"operators {e.measured}")
     if outside(e):
         lines.append(f"outside the range of measured rows: {', '.join(outside(e))}")
     return "\n".join(lines)
