@@ -123,8 +123,7 @@ class Setup:
             words.append(self.dispatcher)
         if self.async_tp:
             words.append("async-tp")
-        if self.offload_activations or self.offload_optimizer:
-            words.append("offload")
+        words += ["offload-activations"] * (self.offload_activations > 0) + ["offload"] * (self.offload_optimizer > 0)
         return " ".join(words)
 
     def degrees(self) -> dict[str, int]:

@@ -127,6 +127,8 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         "[activations]",
         *(['checkpoint = "every"', f"every = {every}"] if every > 1 else [f'checkpoint = "{s.recompute}"']),
     ]
+    if s.offload_activations:
+        lines.append("offload = true")
     if s.float8:
         lines += ["", "[float8]", f'recipe = "{s.precision}"']
     lines += ["", "[compile]", f"enabled = {str(s.stack == 'compile').lower()}"]

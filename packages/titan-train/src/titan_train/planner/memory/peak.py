@@ -146,7 +146,8 @@ def rank_peak(
         parts["activations"] = kept
     else:
         parts |= {name: size for name, size in counted.items() if name != "gathered"}
-    parts["activations"] *= 1 - setup.offload_activations
+    stay = 0.0 if setup.te else min(1.0, 2 * setup.pp / shape.num_layers)  # two blocks: the last, and one on its way
+    parts["activations"] *= 1 - setup.offload_activations * (1 - stay)
     if tp > 1:
         parts["tp buffers"] = 3 * 2.0 * tokens * shape.dim
     if setup.pp > 1 and setup.sharding == "fsdp":  # both ways; ours: two received ahead of need, and one on its way out

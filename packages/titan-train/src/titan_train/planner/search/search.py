@@ -1,6 +1,7 @@
 """Estimate every legal setup and rank those that fit.
 
-Choices that do not interact are settled one by one: the least recomputation that fits is the fastest, the method of
+Choices that do not interact are settled one by one: the least recomputation that fits is the fastest (an eager dense model may
+move its activations to the host instead), the method of
 context parallelism is the one with the cheapest block, async TP is on where there is tp. The rest is enumerated.
 
 The order is by estimated tokens per second, less 2 % for each axis outside the range of measured rows (tp across domains,
@@ -8,7 +9,7 @@ pp > 8, cp > 8, under 4,096 tokens a microbatch, experts on torch's own stack, m
 best are a tie, and the simplest of a tie comes first: fewest axes, then small pp, cp, tp, ep.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +68,7 @@ class Searcher:
     def __init__(self, request: PlanRequest, *, offload: float = 0.0) -> None:
         self.request = request
         self.offload = offload
+        self.may_offload = request.stack == "eager" and not request.shape.moe  # a compiled block cannot be told to move
         self.costs: dict[tuple[Any, ...], list[BlockCost]] = {}
         self.constants: dict[str, Constants] = {}
 
@@ -84,6 +86,8 @@ class Searcher:
                 if states > request.limit_bytes and (found or (closest and states >= closest.memory.allocated)):
                     continue
                 fitted, peak = self._least_recompute(setup, states)
+                if self.may_offload and fitted.recompute != "none":
+                    found += self._offloaded(setup)
                 if peak.allocated > request.limit_bytes:
                     if closest is None or peak.allocated < closest.memory.allocated:
                         closest = self._estimate(fitted, peak)
@@ -117,6 +121,14 @@ class Searcher:
             if peak.allocated <= limit:
                 break
         return setup, peak  # type: ignore[possibly-undefined]
+
+    def _offloaded(self, setup: Setup) -> Iterator[StepEstimate]:
+        """The setup in each precision with its activations in host memory instead of computed again, where it fits."""
+        for precision in self.request.precisions:
+            moved = replace(at(setup, precision), offload_activations=1.0)
+            peak = memory_peak(self.request.shape, moved)
+            if peak.allocated <= self.request.limit_bytes:
+                yield self._fastest(moved, peak)
 
     def _fastest(self, setup: Setup, peak: MemoryPeak) -> StepEstimate:
         """Settle what needs no memory, or little: the method of context parallelism, and resharding."""
