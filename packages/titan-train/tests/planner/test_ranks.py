@@ -44,7 +44,7 @@ def ranks_of(monkeypatch, name, world, settings, *, closed, frozen=()):
     freeze(model, frozen)
     with monkeypatch.context() as patch:
         if closed:
-            patch.setattr(estimate._Rank, "_trace", lambda *_, **__: pytest.fail("this has a closed form"))
+            patch.setattr(estimate.RankProgram, "_trace", lambda *_, **__: pytest.fail("this has a closed form"))
         return estimate_ranks(
             config,
             model,

@@ -10,7 +10,7 @@ COMMANDS = {
     "check": "validate a configuration; layout, memory and speed without training, on any number of devices",
     "init": "write a commented configuration to begin with: pretrain, continue, sft, lora or diffusion",
     "plan": "search layouts of a model on a number of devices; show the best and why",
-    "plan calibrate": "fit the planner to your own runs",
+    "plan calibrate": "measure this machine's operators by shape, or fit the planner to your own runs",
     "data prepare": "train the tokenizer and tokenize the corpus ahead of a run",
     "data show": "show samples of a configuration as the model reads them",
     "data tokenizer": "train a tokenizer on your text",

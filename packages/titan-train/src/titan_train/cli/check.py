@@ -61,6 +61,18 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         "--svg", type=Path, metavar="FILE", help="with --hardware or --coordinates: write the picture here"
     )
     parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="with --hardware: write the predicted timeline of all ranks for ui.perfetto.dev",
+    )
+    parser.add_argument(
+        "--memory-timeline",
+        type=Path,
+        metavar="STEM",
+        help="with --rehearse: write the memory of a step over time as STEM.svg, and as STEM.pickle for torch's memory viewer",
+    )
+    parser.add_argument(
         "--paper", action="store_true", help="leave out data, tokenizer and model.init where they are not here yet"
     )
     add_start_options(parser)
@@ -71,12 +83,19 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     if arguments.devices is None and nodes != config.launch.nnodes:
         wide = f"{devices} ranks are {config.launch.nnodes} machines; to run them, add --launch.nnodes {config.launch.nnodes}"
         note = f"{note}; {wide}" if note else wide
+    if arguments.memory_timeline and not arguments.memory_timeline.parent.is_dir():
+        raise ValueError(
+            f"--memory-timeline {str(arguments.memory_timeline)!r}: there is no folder "
+            f"{str(arguments.memory_timeline.parent)!r}. Create it first."
+        )
     if arguments.hardware is not None:
         return _predict(arguments, config, devices)
-    if arguments.constants is not None or (arguments.svg is not None and not arguments.coordinates):
+    if arguments.constants is not None or arguments.trace or (arguments.svg is not None and not arguments.coordinates):
         raise ValueError(
-            "--constants and --svg go with --hardware, such as --hardware h100. Add it, or leave them out."
+            "--constants, --trace and --svg go with --hardware, such as --hardware h100. Add it, or leave them out."
         )
+    if arguments.memory_timeline and not arguments.rehearse:
+        raise ValueError("--memory-timeline goes with --rehearse, which runs the program. Add it, or leave it out.")
     if arguments.coordinates:
         return _coordinates(arguments, config)
     # Importing torch makes a million objects that stay, and this command is over before garbage could matter.
@@ -127,6 +146,11 @@ def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int
     if arguments.svg:
         arguments.svg.write_text(estimate_svg(found))
         print(f"\npicture: {arguments.svg}")
+    if arguments.trace:
+        from titan_train.planner.view.trace import step_trace
+
+        arguments.trace.write_text(step_trace(found))
+        print(f"\ntrace: {arguments.trace} (open it in ui.perfetto.dev)")
     if found.memory.allocated > machine.memory_bytes:
         print(f"\n{setup.describe()} {refuse_setup(shape, setup, found.memory, 0.98 * machine.memory_bytes)}")
         return 2
@@ -187,6 +211,14 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int, note: st
         print(f"\nleft out: {ranks[0].left_out}")
     if arguments.rehearse:
         print(f"\n{_transfers(config, devices, task.vocab_size(config))}")
+    if arguments.memory_timeline:
+        from titan_train.planner.memory.timeline import step_timeline
+        from titan_train.planner.view.timeline import timeline_snapshot, timeline_svg
+
+        timeline, stem = step_timeline(config, devices), arguments.memory_timeline
+        Path(f"{stem}.svg").write_text(timeline_svg(timeline))
+        Path(f"{stem}.pickle").write_bytes(timeline_snapshot(timeline))
+        print(f"\npicture: {stem}.svg\nsnapshot: {stem}.pickle (drop it on docs.pytorch.org/memory_viz)")
     if absent:
         print("\nthe configuration is valid on paper. What is not here yet, and `run` would refuse:")
         print("\n".join(f"  {reason}" for reason in absent))

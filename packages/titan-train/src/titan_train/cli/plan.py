@@ -57,6 +57,12 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     )
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.toml, STEM.svg and STEM.html")
     parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write the first's predicted timeline of all ranks for ui.perfetto.dev",
+    )
+    parser.add_argument(
         "--web",
         action="store_true",
         help="serve the page on loopback: its sliders take every value (titan-train[serve])",
@@ -112,6 +118,11 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             print(f"configuration: {toml}; check it with titan-train check {toml}")
         else:
             print(f"no configuration: {request.shape.name} is not a shipped model")
+    if arguments.trace:
+        from titan_train.planner.view.trace import step_trace
+
+        arguments.trace.write_text(step_trace(plan.best))
+        print(f"\ntrace: {arguments.trace} (open it in ui.perfetto.dev)")
     if arguments.web:
         from titan_train.serve.loopback import serve_on_loopback
 
@@ -206,15 +217,33 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
 
 
 def calibrate(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
-    """Fit the planner's constants to your own runs of one machine.
+    """Measure this machine's operators, or fit the planner's constants to your own runs of one machine.
 
-    `titan-train plan calibrate runs/a runs/b runs/c --hardware my.toml --out constants.toml`, then `titan-train check CONFIG
-    --hardware my.toml --constants constants.toml`. With three runs or more, each is also predicted from the others.
+    `titan-train plan calibrate --device --out my.toml` times matrix products, attention, casts and the collectives of this
+    machine's ranks by shape, and writes a hardware file: `check --hardware my.toml` interpolates in it and says which terms it
+    covers. `titan-train plan calibrate runs/a runs/b runs/c --hardware my.toml --out constants.toml` fits constants, then
+    `titan-train check CONFIG --hardware my.toml --constants constants.toml`. With three runs or more, each is also predicted
+    from the others.
     """
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, of one machine and one stack")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders, of one machine and one stack")
+    parser.add_argument("--device", action="store_true", help="measure this machine's operators by shape, without runs")
     parser.add_argument("--hardware", default="cpu", help="shipped machine, or a hardware file")
-    parser.add_argument("--out", type=Path, default=Path("constants.toml"), help="file to write")
+    parser.add_argument(
+        "--out", type=Path, help="file to write; default constants.toml, or hardware.toml with --device"
+    )
     arguments = parser.parse_args(words)
+    if arguments.device == bool(arguments.runs):
+        raise ValueError(
+            "plan calibrate takes run folders to fit constants to, or --device to measure this machine's operators. Give one of "
+            "them."
+        )
+    out = arguments.out or Path("hardware.toml" if arguments.device else "constants.toml")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out {str(out)!r}: there is no folder {str(out.parent)!r}. Create it first.")
+    if arguments.device:
+        return _measure(out)
+
+    import statistics
 
     from titan_train.planner.calibrate.runs import RUN_CONSTANTS, calibrate, held_out, read_run, save_constants
     from titan_train.planner.hardware.machine import load_machine
@@ -228,6 +257,26 @@ def calibrate(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         last = f"{other:16.2f}" if other is not None else f"{'':16}"
         print(f"{Path(row.source).name:<20} {row.setup.describe()[:40]:<40} {before:8.2f} {after:8.2f} {last}")
     print("constants " + ", ".join(f"{name} {getattr(found.constants, name):.4g}" for name in RUN_CONSTANTS))
-    save_constants(found.constants, arguments.out)
-    print(f"written to {arguments.out}")
+    for name, ratios in (("prior", found.before), ("fitted", found.after), ("from the others", blind)):
+        wrong = [abs(ratio - 1) for ratio in ratios if ratio is not None]
+        if wrong:
+            print(f"wrong by, {name:<16} median {statistics.median(wrong):6.1%}, worst {max(wrong):6.1%}")
+    save_constants(found.constants, out)
+    print(f"written to {out}")
+    return 0
+
+
+def _measure(out: Path) -> int:
+    """Tables of this machine's operators, in a hardware file."""
+    from titan_train.planner.hardware.links import measure_links
+    from titan_train.planner.hardware.measure import this_device, write_machine
+
+    links = [speed for speed in measure_links() if speed.device == this_device()]
+    tables = write_machine(out, links=links, by_shape=True)["tables"]
+    for kind, group in tables.items():
+        for name, table in group.items() if isinstance(group, dict) else ():
+            sizes = " x ".join(f"{axis[0]:,} to {axis[-1]:,}" for axis in table["axes"])
+            low, high = (1e6 * pick(table["seconds"]) for pick in (min, max))
+            print(f"{kind + ' ' + name:<28}{len(table['seconds']):>4} shapes, {sizes}: {low:,.0f} to {high:,.0f} us")
+    print(f"written to {out}; predict with titan-train check CONFIG --hardware {out}")
     return 0

@@ -19,7 +19,7 @@ from titan_mesh import Layout
 from titan_pipeline import Schedule, verify
 from torch import Tensor, nn
 
-from titan_train.config import Config
+from titan_train.config import CompileConfig, Config
 from titan_train.models import count_parameters
 from titan_train.models.build import build_model
 from titan_train.models.common.moe.routed import expert_stacks
@@ -82,7 +82,7 @@ def estimate_ranks(
         closed_form: Count activations by formula where there is one; False always runs a micro-batch on fake tensors.
     """
     with pretended_group(layout.spec.tp) as group:
-        rank = _Rank(config, layout, mode, batch, whole, group, closed_form)
+        rank = RankProgram(config, layout, mode, batch, whole, group, closed_form)
         if schedule is None:
             whole_of_it = rank.measure(functools.partial(copy.deepcopy, whole), None, last=True)
             return [rank.add_up([whole_of_it], 1.0, pipeline_rank=0)]
@@ -123,8 +123,8 @@ class _Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rank:
-    """What all ranks of a run share."""
+class RankProgram:
+    """A rank's program, in parts: what all ranks of a run share, and what each part of the model needs."""
 
     config: Config
     layout: Layout
@@ -145,7 +145,6 @@ class _Rank:
         """What the part of the model that ``make`` builds holds; the ``last`` one ends in the loss."""
         spec, config = self.layout.spec, self.config
         sizes = wrapped_over(self.layout, self.mode)
-        expert_sizes = {"shard": max(1, spec.dp_shard * spec.cp * spec.tp // spec.ep), "replicate": spec.dp_replicate}
         activations, left_out = self._closed_form(layers), ""
         if activations is None:
             # with all its experts: as many rows meet them, whoever holds them
@@ -157,11 +156,7 @@ class _Rank:
                 eager = replace(self, config=replace(config, compile=replace(config.compile, enabled=False)))
                 activations = eager._count(make, sizes, last=last)
                 left_out = f"torch.compile, which keeps less: {type(err).__name__} while it was rehearsed"
-        held = self._cut(make())
-        experts = [stack.fqn for stack in expert_stacks(held)] if spec.ep > 1 else []
-        _cut_experts(held, spec.ep)
-        policy = fsdp_policy(config, self.mode, experts=experts)
-        plan = fsdp.plan(held, sizes, policy, meshes={"experts": expert_sizes} if experts else None)
+        held, plan = self._planned(make)
         # a pipeline keeps whole gradients until its schedule ends
         keep = "unsharded" if spec.pp > 1 else config.parallel.accumulate
         # published peaks of runs with one micro-batch hold the sharded gradients too, so that they count from the start
@@ -169,6 +164,32 @@ class _Rank:
         count = count_parameters(held)
         ends = 1 - sum(p.numel() for block in blocks_of(held) for p in block.parameters()) / count
         return _Stage(count, estimate, activations, ends, left_out)
+
+    def record(self, make: Callable[[], nn.Module], *, last: bool) -> "fsdp.MemoryTrace":
+        """Every allocation of one micro-batch, forward and backward, in order; of the program as it will run."""
+        config, (_, plan) = self.config, self._planned(make)
+        running = self._cut(make(), running=True)
+        apply_activation_checkpointing(running, blocks_of(running), replace(config.activations, offload=False))
+        if config.compile.enabled:
+            compile_blocks(blocks_of(running), _partitioned(config.compile), config.activations, whole_graph=False)
+        return plan.record_memory(
+            running,
+            self._inputs(running),
+            loss=_loss if last else None,
+            gathers=self.layout.spec.pp == 1,
+            compiled=config.compile.enabled,
+        )
+
+    def _planned(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, fsdp.WrapPlan]:
+        """The part as the rank holds it, with its own experts, and its units."""
+        spec = self.layout.spec
+        held = self._cut(make())
+        experts = [stack.fqn for stack in expert_stacks(held)] if spec.ep > 1 else []
+        _cut_experts(held, spec.ep)
+        policy = fsdp_policy(self.config, self.mode, experts=experts)
+        sizes = {"shard": max(1, spec.dp_shard * spec.cp * spec.tp // spec.ep), "replicate": spec.dp_replicate}
+        meshes = {"experts": sizes} if experts else None
+        return held, fsdp.plan(held, wrapped_over(self.layout, self.mode), policy, meshes=meshes)
 
     def add_up(
         self, stages: Sequence[_Stage], under_way: float, *, pipeline_rank: int, first: bool = True, head: bool = True
@@ -257,9 +278,8 @@ class _Rank:
         """The same, counted while a micro-batch runs on fake tensors; compiled blocks go through torch's own partitioner."""
         blocks, config = blocks_of(running), self.config
         if config.compile.enabled:
-            compiled = replace(config.compile, backend="aot_eager_decomp_partition", mode="default")
             apply_activation_checkpointing(running, blocks, replace(config.activations, offload=False))
-            compile_blocks(blocks, compiled, config.activations, whole_graph=False)
+            compile_blocks(blocks, _partitioned(config.compile), config.activations, whole_graph=False)
         else:
             rehearse_activation_checkpointing(running, blocks, config.activations)
         plan = fsdp.plan(running, sizes, fsdp_policy(config, self.mode))
@@ -316,6 +336,11 @@ class _Rank:
         width = next(module.embedding_dim for module in self.whole.modules() if isinstance(module, nn.Embedding))
         cut = spec.tp if self.config.parallel.sequence_parallel else 1
         return (torch.zeros(rows, seq_len // cut, width, device="meta", requires_grad=True),)
+
+
+def _partitioned(config: CompileConfig) -> CompileConfig:
+    """The partitioner and decompositions of torch.compile, without code generation."""
+    return replace(config, backend="aot_eager_decomp_partition", mode="default")
 
 
 def keep_blocks(model: nn.Module, kept: Sequence[int]) -> None:

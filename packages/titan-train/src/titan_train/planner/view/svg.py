@@ -5,11 +5,11 @@ from html import escape
 from titan_train.planner.estimate import StepEstimate
 from titan_train.planner.search.search import Ranking
 
-_COLOURS = (
+COLOURS = (
     "#4063d8", "#389826", "#cb3c33", "#9558b2", "#e0a030", "#2a9d8f", "#8d6e63", "#607d8b", "#d81b60", "#7cb342",
     "#546e7a", "#ff7043", "#26a69a", "#5c6bc0", "#bdbdbd",
 )  # fmt: skip
-_WIDTH = 860
+WIDTH = 860
 _GIB = 2.0**30
 
 
@@ -27,16 +27,16 @@ def estimate_svg(e: StepEstimate) -> str:
     )
     height = top + 90 + 22 * -(-len(memory) // 3)
     title = f"{e.shape.name}, {e.setup.describe()}, {e.machine.title}: {e.tokens_per_s:,.0f} tokens/s/device"
-    return _svg(title, height, parts)
+    return svg_page(title, height, parts)
 
 
 def _bar(title: str, parts: list[tuple[str, float, str]], whole: float, top: int) -> str:
     out = [f'<text x="20" y="{top}" font-weight="600">{escape(title)}</text>']
-    out.append(f'<rect x="20" y="{top + 10}" width="{_WIDTH - 40}" height="30" fill="#eee"/>')
+    out.append(f'<rect x="20" y="{top + 10}" width="{WIDTH - 40}" height="30" fill="#eee"/>')
     x = 20.0
     for number, (name, size, text) in enumerate(parts):
-        width = (_WIDTH - 40) * size / whole
-        colour = _COLOURS[number % len(_COLOURS)]
+        width = (WIDTH - 40) * size / whole
+        colour = COLOURS[number % len(COLOURS)]
         label = f"{escape(name)}: {text}, {size / whole:.1%}"
         out.append(
             f'<rect x="{x:.1f}" y="{top + 10}" width="{width:.1f}" height="30" fill="{colour}"><title>{label}</title></rect>'
@@ -58,7 +58,7 @@ def front_svg(ranking: Ranking) -> str:
     top = max(top, max(e.tokens_per_s for e in points) * 1.02)
 
     def at(e: StepEstimate, speed: float) -> tuple[float, float]:
-        x = 80 + (_WIDTH - 110) * (e.memory.allocated_gib - low) / max(1e-9, high - low)
+        x = 80 + (WIDTH - 110) * (e.memory.allocated_gib - low) / max(1e-9, high - low)
         return x, 380 - 320 * (speed - floor) / max(1e-9, top - floor)
 
     line = " ".join("{:.1f},{:.1f}".format(*at(e, e.tokens_per_s)) for e in ranking.front)
@@ -84,12 +84,12 @@ def front_svg(ranking: Ranking) -> str:
     title = (
         f"{ranking.request.shape.name} on {ranking.request.gpus} x {ranking.request.machine.title}: what memory buys"
     )
-    return _svg(title, 430, out)
+    return svg_page(title, 430, out)
 
 
-def _svg(title: str, height: int, parts: list[str]) -> str:
+def svg_page(title: str, height: int, parts: list[str]) -> str:
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-family="system-ui, sans-serif" font-size="12">'
     )
     return "\n".join(
