@@ -10,7 +10,7 @@ from titan_train.planner.cost.constants import prior
 from titan_train.planner.hardware import measure
 from titan_train.planner.hardware.links import LinkSpeed
 from titan_train.planner.hardware.measure import MeasuredRates, gpu_lines, hardware_table
-from titan_train.planner.hardware.tables import Table
+from titan_train.planner.hardware.tables import OperatorTable
 
 SHARE = prior("compile")
 
@@ -62,7 +62,7 @@ def test_links_between_ranks_here_replace_those_of_the_file(tmp_path) -> None:
 
 def test_between_its_points_a_table_follows_powers_of_the_sizes_and_outside_it_has_no_answer() -> None:
     axes = ((64.0, 512.0, 4096.0), (32.0, 128.0))
-    table = Table(axes, tuple(3e-9 * m**0.9 * k**1.1 for m in axes[0] for k in axes[1]))
+    table = OperatorTable(axes, tuple(3e-9 * m**0.9 * k**1.1 for m in axes[0] for k in axes[1]))
     for m, k in ((64, 32), (100, 50), (4096, 128), (777, 127.5)):
         assert table.at(m, k) == pytest.approx(3e-9 * m**0.9 * k**1.1)
     assert table.at(63, 64) is None

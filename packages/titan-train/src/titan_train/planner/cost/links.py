@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from titan_train.planner.hardware.machine import Machine
-from titan_train.planner.hardware.tables import Tables
+from titan_train.planner.hardware.tables import OperatorTables
 
 _RING_START_S, _RING_LOCAL_S, _RING_NETWORK_S = 8.4e-6, 3.4e-6, 14e-6
 
@@ -30,7 +30,7 @@ class Span:
     """Inside one domain."""
     per_domain: int
     """Members that share a domain."""
-    tables: Tables | None = None
+    tables: OperatorTables | None = None
     """Measured collectives of such a group."""
 
     def measured(self, operation: str, num_bytes: float) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.hardware.machine import Machine
-from titan_train.planner.hardware.tables import Tables
+from titan_train.planner.hardware.tables import OperatorTables
 from titan_train.planner.setup import Precision
 
 _PENALTY = {"tensorwise": 1.0, "delayed": 1.0, "rowwise": 1.04, "mxfp8": 1.04, "blockwise": 1.12}
@@ -28,7 +28,7 @@ class DeviceRates:
     operand_bytes: float
     cast_bytes: float
     """Bytes per operand element that casting moves; 0 without float8."""
-    tables: Tables | None = None
+    tables: OperatorTables | None = None
     precision: str = "bf16"
     """Of the measured products; those that stay ``plain`` are bf16, or fp32 in a run of fp32."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.files import read_toml
-from titan_train.planner.hardware.tables import Tables, read_tables
+from titan_train.planner.hardware.tables import OperatorTables, read_tables
 from titan_train.values import did_you_mean
 
 _ALIASES = {
@@ -57,7 +57,7 @@ class Machine:
     """Devices that the local link joins."""
     local: LinkClass
     network: LinkClass
-    tables: Tables | None = None
+    tables: OperatorTables | None = None
     """Measured operators, where the file has them."""
 
 

@@ -1,8 +1,8 @@
 """Measured seconds by shape: products, attention, casts and collectives of one device and its ranks, from a hardware file.
 
 `titan-train plan calibrate --device` writes them. Between the points of a table a value is multilinear in the logarithms of
-shape and seconds, which is exact for powers of the sizes. Outside a table the cost model's roofline answers; `Tables` counts
-who did, so that an estimate can say so.
+shape and seconds, which is exact for powers of the sizes. Outside a table the cost model's roofline answers; `OperatorTables`
+counts who did, so that an estimate can say so.
 """
 
 import bisect
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class OperatorTable:
     """Seconds on a grid of sizes."""
 
     axes: tuple[tuple[float, ...], ...]
@@ -39,10 +39,10 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tables:
+class OperatorTables:
     """All tables of a machine, by kind and name: ``product.bf16`` by rows, inner and columns."""
 
-    tables: Mapping[str, Table]
+    tables: Mapping[str, OperatorTable]
     ranks: int
     """Ranks of the measured collectives."""
     answered: Counter[tuple[str, bool]] = field(default_factory=Counter[tuple[str, bool]])
@@ -66,7 +66,7 @@ class Tables:
         return ", ".join(parts)
 
 
-def read_tables(given: Mapping[str, Any], name: str) -> Tables | None:
+def read_tables(given: Mapping[str, Any], name: str) -> OperatorTables | None:
     """The tables of a hardware file; None where it has none.
 
     Args:
@@ -78,7 +78,7 @@ def read_tables(given: Mapping[str, Any], name: str) -> Tables | None:
     """
     if not given:
         return None
-    tables: dict[str, Table] = {}
+    tables: dict[str, OperatorTable] = {}
     for kind, group in given.items():
         if kind == "ranks":
             continue
@@ -97,5 +97,5 @@ def read_tables(given: Mapping[str, Any], name: str) -> Tables | None:
                     f"{math.prod(map(len, axes))} positive seconds; it has {len(seconds)}. Measure it again with titan-train "
                     "plan calibrate --device."
                 )
-            tables[f"{kind}.{which}"] = Table(axes, seconds)
-    return Tables(tables, int(cast(int, given.get("ranks", 1))))
+            tables[f"{kind}.{which}"] = OperatorTable(axes, seconds)
+    return OperatorTables(tables, int(cast(int, given.get("ranks", 1))))
