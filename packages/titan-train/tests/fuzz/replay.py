@@ -22,7 +22,7 @@ def main() -> int:
     import fuzz_cases
     from titan_testing import preload
 
-    preload("titan_train.train.trainer")
+    preload("titan_train.train.trainer", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
     import fuzz_corpus
     import fuzz_run
 
