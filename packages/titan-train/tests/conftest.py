@@ -1,7 +1,8 @@
 import pytest
 from titan_testing import preload
 
-preload("titan_train.train.trainer")
+# transformers: seconds in every rank that trains a model of its, otherwise
+preload("titan_train.train.trainer", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
 
 @pytest.fixture(autouse=True, scope="session")
