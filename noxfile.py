@@ -91,7 +91,8 @@ def slow(session: nox.Session) -> None:
     session.run(
         "pytest", "-q", "--slow", "-m", "slow", "--splits", parts, "--group", part,
         "--splitting-algorithm", "least_duration", "--durations-path", "tests/slow_durations.json",
-        *(["--store-durations"] if arguments.record else []),
+        # a worker of xdist has no durations to store
+        *(["--store-durations"] if arguments.record else IN_PARALLEL),
         *(others or ["packages", "testing", "tests"]), env=TEST_ENV, success_codes=[0, 5],
     )  # fmt: skip
 
