@@ -6,7 +6,10 @@ import torch
 import torch.distributed as dist
 from composition_matrix import ranks_of, sections_of
 from titan_testing import run_ranks
+from titan_train import use_code
 from titan_train.config import parse_config
+from titan_train.optim.update import local_tensor
+from titan_train.parallel.gradients import Gradients
 from titan_train.train import Trainer
 
 MUON = {"name": "muon", "lr": 1e-3, "muon": {"dtype": "fp32"}}
@@ -17,6 +20,15 @@ BY_HEAD = {
     "cautious": True,
     "muon": {"dtype": "fp32", "normuon": True, "heads": {r"w[qk]\.": 4}},
 }
+
+
+STRANGE = {
+    "model": {"name": "strange:Strange", "seq_len": 32, "args": {}},
+    "train": {"freeze": ["frozen"], "steps": 10, "global_batch": 8},
+    "data": {"document_mask": False},
+    "optimizer": MUON | {"muon": {"dtype": "fp32", "groups": {"stack": "muon", r"\.one\.w": "muon", "^row": "muon"}}},
+}
+use_code(["strange"])
 
 
 def train(folder, name, sections, steps=5):
@@ -149,3 +161,38 @@ def test_muon_gives_the_weights_of_one_process_everywhere(model, names, ranks, e
         sections = sections_of(model, elsewhere) | {"optimizer": MUON}
         ranks = 4 if len(elsewhere) > 1 else 2
         assert run_ranks(restored, ranks, folder, run, sections, timeout_s=240)
+
+
+def strange(folder, name):
+    """Five steps, the third with a gradient that is not finite on one rank; the weights before it, after it and at the end."""
+    seen = {}
+    with Trainer(parse_config(composition.tree(folder, name, STRANGE))) as trainer:
+        names = [n for g in trainer.optimizer.param_groups if g["kind"] == "muon" for n in g["param_names"]]
+        assert not [n for n in names if "conv" in n or "words" in n or "frozen" in n or "bias" in n or "scale" in n], (
+            names
+        )
+        assert {"row", "blocks.0.stack", "blocks.0.one.weight", "blocks.1.wide.weight"} <= set(names)
+        finish, one = Gradients.finish, trainer.model.parts[0].get_parameter("blocks.1.back.weight")
+
+        def broken(gradients):
+            finish(gradients)
+            if trainer.step == 2 and trainer.rank == 0:
+                local_tensor(one.grad)[0, 0] = float("nan")
+
+        Gradients.finish = broken  # of this process, which ends with the test
+        for steps in (2, 3, 5):
+            trainer.fit(until=steps)
+            seen[steps] = composition.boxes(trainer.model, lambda parameter: parameter.detach())
+    return [seen[steps] for steps in (2, 3, 5)]
+
+
+@pytest.mark.filterwarnings("ignore:.*random generators are reseeded")
+def test_a_users_module_with_muon_on_two_ranks_is_that_of_one_process(folder):
+    found = {}
+    for ranks in (1, 2):
+        of_ranks = run_ranks(strange, ranks, folder, f"strange-{ranks}", timeout_s=240, init=ranks > 1)
+        before, after, found[ranks] = (composition.assemble(parts) for parts in zip(*of_ranks, strict=True))
+        assert all(torch.equal(before[name], after[name]) for name in before)  # the step that is not finite
+    for name, weight in found[1].items():
+        assert float((found[2][name] - weight).abs().max()) <= 1e-6, name
+        assert torch.equal(weight, before[name]) == ("frozen" in name), name

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titan_train.exchange import gather_values
 from titan_train.optim.muon_step import MuonBucket, MuonMatrix, MuonStep
 from titan_train.optim.newton_schulz import Rule
-from titan_train.optim.ownership import Box, OwnershipPlan, plan_ownership
+from titan_train.optim.ownership import Box, OwnedUnit, OwnershipPlan, alike, plan_ownership
 from titan_train.optim.update import local_tensor, update_group
 
 
@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
         self._device = device
         self._held: list[list[list[Box]]] = []
         self._starts: list[list[tuple[Box, tuple[int, int, int]]]] = []
-        self._plans: dict[tuple[bool, ...], tuple[OwnershipPlan, list[MuonBucket]]] = {}
+        self._plans: dict[tuple[bool, ...], tuple[OwnershipPlan, list[list[OwnedUnit]], list[MuonBucket]]] = {}
         for param_group in self.param_groups:
             for parameter in param_group["params"]:
                 self.state[parameter] = self._new_state(parameter, param_group)
@@ -111,7 +111,7 @@ class Muon(torch.optim.Optimizer):
         active = tuple(matrix.parameter.grad is not None for matrix in self._matrices)
         if not any(active):
             return
-        plan, buckets = self._planned(active)
+        _, own, buckets = self._planned(active)
         states = [self.state[matrix.parameter] for matrix in self._matrices]
         for matrix, state in zip(self._matrices, states, strict=True):
             if self._rule.beta2 is not None and "muon_row_mean" not in state:  # resumed from a run without it
@@ -129,9 +129,8 @@ class Muon(torch.optim.Optimizer):
             device=self._device or self._matrices[0].parameter.device,
         )
         arrive = buckets[0].send_up(work) if buckets else None
-        for unit in plan.local:
-            if unit.owner == self._rank:
-                work.compute(unit, lambda piece: None, lambda piece, update, means: None)
+        for units in own:
+            work.compute(units, lambda piece: None, lambda piece, update, means: None)
         finish: Callable[[], None] | None = None
         for following in (*buckets[1:], None):
             if arrive is None:
@@ -144,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         if finish is not None:
             finish()
 
-    def _planned(self, active: tuple[bool, ...]) -> "tuple[OwnershipPlan, list[MuonBucket]]":
+    def _planned(self, active: tuple[bool, ...]) -> "tuple[OwnershipPlan, list[list[OwnedUnit]], list[MuonBucket]]":
         if not self._held:
             self._starts = [_places(matrix) for matrix in self._matrices]
             own = [[list(box) for box, _ in places] for places in self._starts]
@@ -152,9 +151,13 @@ class Muon(torch.optim.Optimizer):
             self._held = [[[Box(*box) for box in boxes] for boxes in rank] for rank in ranks]
         if active not in self._plans:
             held = [[boxes if on else [] for boxes, on in zip(rank, active, strict=True)] for rank in self._held]
-            plan = plan_ownership([matrix.stack for matrix in self._matrices], held)
-            buckets = [MuonBucket(units, self._rank, self._size, self._group, self._rule) for units in plan.buckets]
-            self._plans[active] = plan, buckets
+            stacks = [matrix.stack for matrix in self._matrices]
+            plan = plan_ownership(stacks, held)
+            own = alike([unit for unit in plan.local if unit.owner == self._rank], stacks)
+            buckets = [
+                MuonBucket(units, stacks, self._rank, self._size, self._group, self._rule) for units in plan.buckets
+            ]
+            self._plans[active] = plan, own, buckets
         return self._plans[active]
 
 

@@ -16,8 +16,8 @@ from titan_ckpt import LocalShard
 from torch import Tensor, nn
 
 from titan_train.optim.newton_schulz import Rule, update_of, update_scale
-from titan_train.optim.ownership import Box, MatrixPiece, OwnedUnit, Stack
-from titan_train.optim.update import decay_towards, local_tensor
+from titan_train.optim.ownership import Box, MatrixPiece, OwnedUnit, Stack, alike
+from titan_train.optim.update import decay_towards, plain_tensor
 
 _ALIGNED = 16
 """Bytes that each part of a message begins at a multiple of."""
@@ -65,17 +65,21 @@ class MuonStep:
         self.device = device
         self._weights = [stacked(matrix.parameter) for matrix in self._matrices]
         self._row_means = [None if self._rule.beta2 is None else stacked(s["muon_row_mean"]) for s in states]
-        self._sources: list[Tensor] = []
-        for matrix, state, group, weight in zip(matrices, states, settings, self._weights, strict=True):
-            mean = stacked(state["muon_momentum"])
-            if matrix.parameter.grad is not None:
-                grad = stacked(matrix.parameter.grad)
-                mean.lerp_(grad, 1 - momentum)
-                if not group.get("cautious", False):
-                    weight.mul_(1 - group["lr"] * group["weight_decay"])
-                self._sources.append(grad.lerp_(mean, momentum) if nesterov else mean)
-            else:
-                self._sources.append(mean)
+        self._moves: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        means = [stacked(state["muon_momentum"]) for state in states]
+        self._sources = means.copy()
+        active = [index for index, matrix in enumerate(matrices) if matrix.parameter.grad is not None]
+        gradients = [stacked(matrices[index].parameter.grad) for index in active]
+        moved = [means[index] for index in active]
+        torch._foreach_lerp_(moved, gradients, 1 - momentum)  # pyright: ignore[reportPrivateImportUsage]
+        if nesterov:
+            torch._foreach_lerp_(gradients, moved, momentum)  # pyright: ignore[reportPrivateImportUsage]
+            for index, gradient in zip(active, gradients, strict=True):
+                self._sources[index] = gradient
+        plain = [index for index in active if not settings[index].get("cautious", False)]
+        kept = [1 - settings[index]["lr"] * settings[index]["weight_decay"] for index in plain]
+        if plain:
+            torch._foreach_mul_([self._weights[index] for index in plain], kept)  # pyright: ignore[reportPrivateImportUsage]
 
     def source(self, unit: OwnedUnit, box: Box) -> tuple[Tensor, Tensor | None]:
         """What this rank holds of a box: what is orthogonalized, and the row means."""
@@ -85,37 +89,44 @@ class MuonStep:
 
     def compute(
         self,
-        unit: OwnedUnit,
+        units: Sequence[OwnedUnit],
         arrived: Callable[[MatrixPiece], tuple[Tensor, Tensor | None] | None],
         send: Callable[[MatrixPiece, Tensor, Tensor | None], None],
     ) -> None:
-        """Update a unit that this rank owns.
+        """Update units that this rank owns, all in one batch.
 
         Args:
-            unit: Which.
+            units: Which; alike in shape and parts.
             arrived: A piece from another rank; None for one that is here.
             send: Called with each piece of the result.
         """
-        _, rows, columns = self._matrices[unit.matrix].stack.shape
-        whole = torch.empty((unit.experts, rows, columns), dtype=self._rule.dtype, device=self.device)
-        normalizes = self._row_means[unit.matrix] is not None
-        means = torch.empty((unit.experts, rows, 1), device=self.device) if normalizes else None
-        for piece in unit.pieces:
-            values, row_means = arrived(piece) or self.source(unit, piece.box)
-            at = _inside(unit, piece.box)
-            whole[at].copy_(values)
-            if means is not None and row_means is not None:
+        stack = self._matrices[units[0].matrix].stack
+        _, rows, columns = stack.shape
+        count = sum(unit.experts for unit in units)
+        whole = torch.empty((count, rows, columns), dtype=self._rule.dtype, device=self.device)
+        normalizes = self._rule.beta2 is not None
+        means = torch.empty((count, rows, 1), device=self.device) if normalizes else None
+        places: list[tuple[OwnedUnit, MatrixPiece, tuple[slice, slice, slice]]] = []
+        first = 0
+        for unit in units:
+            places += [(unit, piece, _inside(unit, piece.box, first)) for piece in unit.pieces]
+            first += unit.experts
+        found = [arrived(piece) or self.source(unit, piece.box) for unit, piece, _ in places]
+        torch._foreach_copy_([whole[at] for _, _, at in places], [values for values, _ in found])  # pyright: ignore[reportPrivateImportUsage]
+        if means is not None:
+            for (_, _, at), (_, row_means) in zip(places, found, strict=True):
+                assert row_means is not None
                 means[at[:2]].copy_(row_means)
-        update = update_of(whole, means, self._rule, self._matrices[unit.matrix].stack.parts)
-        for piece in unit.pieces:
-            at = _inside(unit, piece.box)
+        update = update_of(whole, means, self._rule, stack.parts)
+        for unit, piece, at in places:
             row_means = None if means is None else means[at[:2]]
             send(piece, update[at], row_means)
             if unit.owner in piece.holders:
                 self.apply(unit, piece.box, update[at], row_means)
+        self.finish()
 
     def apply(self, unit: OwnedUnit, box: Box, update: Tensor, row_means: Tensor | None) -> None:
-        """Move this rank's part of a weight, and keep its row means."""
+        """Move this rank's part of a weight, by the next `finish`, and keep its row means."""
         where = self._where(unit.matrix, box)
         weight, stack = self._weights[unit.matrix][where], self._matrices[unit.matrix].stack
         settings = self._settings[unit.matrix]
@@ -123,10 +134,18 @@ class MuonStep:
         if settings.get("cautious", False):
             decay_towards(weight, update, lr * settings["weight_decay"])
         for first, last, scale in _scales(stack, self._rule, box.row, box.row + box.rows):
-            weight[:, first:last].add_(update[:, first:last], alpha=-lr * scale)
+            weights, updates = self._moves.setdefault(-lr * scale, ([], []))
+            weights.append(weight[:, first:last])
+            updates.append(update[:, first:last])
         kept = self._row_means[unit.matrix]
         if kept is not None and row_means is not None:
             kept[where[:2]].copy_(row_means)
+
+    def finish(self) -> None:
+        """Make the moves of all `apply` since the last call."""
+        for alpha, (weights, updates) in self._moves.items():
+            torch._foreach_add_(weights, updates, alpha=alpha)  # pyright: ignore[reportPrivateImportUsage]
+        self._moves.clear()
 
     def _where(self, matrix: int, box: Box) -> tuple[slice, slice, slice]:
         for held, (expert, row, column) in self._starts[matrix]:
@@ -145,9 +164,16 @@ class MuonBucket:
     """Some units whose pieces travel together: one message from each rank to each on the way up, one on the way down."""
 
     def __init__(
-        self, units: list[OwnedUnit], rank: int, size: int, group: dist.ProcessGroup | None, rule: Rule
+        self,
+        units: list[OwnedUnit],
+        stacks: Sequence[Stack],
+        rank: int,
+        size: int,
+        group: dist.ProcessGroup | None,
+        rule: Rule,
     ) -> None:
-        self._units, self._rank, self._group, self._rule = units, rank, group, rule
+        self._group = group
+        self._mine = alike([unit for unit in units if unit.owner == rank], stacks)
         pieces = [(unit, piece) for unit in units for piece in unit.pieces]
         mine = [(unit, piece) for unit, piece in pieces if unit.owner == rank]
         others = [(unit, piece) for unit, piece in pieces if unit.owner != rank]
@@ -182,9 +208,8 @@ class MuonBucket:
             for place in leaving.get(id(piece), ()):
                 self._down_out.write(out, place, update, means)
 
-        for unit in self._units:
-            if unit.owner == self._rank:
-                work.compute(unit, received, send)
+        for units in self._mine:
+            work.compute(units, received, send)
         moving = self._exchange(back, out, self._down_in, self._down_out)
         return functools.partial(self._finish, work, back, out, moving)
 
@@ -193,6 +218,7 @@ class MuonBucket:
         del sent
         for place in self._down_in.places:
             work.apply(place.unit, place.piece.box, *self._down_in.read(back, place))
+        work.finish()
 
     def _exchange(self, into: Tensor, out: Tensor, received: "_Message", sent: "_Message") -> dist.Work:
         work = dist.all_to_all_single(into, out, received.sizes, sent.sizes, group=self._group, async_op=True)
@@ -257,10 +283,11 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def _inside(unit: OwnedUnit, box: Box) -> tuple[slice, slice, slice]:
-    """A piece's place in the unit."""
+def _inside(unit: OwnedUnit, box: Box, first: int) -> tuple[slice, slice, slice]:
+    """A piece's place in a batch in which the unit begins at ``first``."""
     rows, columns = slice(box.row, box.row + box.rows), slice(box.column, box.column + box.columns)
-    return slice(box.expert - unit.expert, box.expert - unit.expert + box.experts), rows, columns
+    at = first + box.expert - unit.expert
+    return slice(at, at + box.experts), rows, columns
 
 
 def _scales(stack: Stack, rule: Rule, first: int, last: int) -> list[tuple[int, int, float]]:
@@ -278,12 +305,7 @@ def _scales(stack: Stack, rule: Rule, first: int, last: int) -> list[tuple[int, 
     return found
 
 
-def stacked(tensor: Tensor) -> Tensor:
+def stacked(tensor: Tensor | None) -> Tensor:
     """The local values, which share memory, as a stack of matrices."""
-    local = local_tensor(tensor)
-    flatten: Any = getattr(local, "__tensor_flatten__", None)
-    while flatten is not None:  # a weight that FSDP2 gathers in float8
-        local = getattr(local, flatten()[0][0])
-        flatten = getattr(local, "__tensor_flatten__", None)
-    local = local.detach()
+    local = plain_tensor(tensor)
     return local[None] if local.ndim == 2 else local

@@ -126,6 +126,23 @@ def plan_ownership(
     return plan
 
 
+def alike(units: Sequence[OwnedUnit], stacks: Sequence[Stack], *, most: int = BUCKET_ELEMENTS) -> list[list[OwnedUnit]]:
+    """Units of one shape together, to be computed as one batch of at most about ``most`` elements; largest costs first."""
+    batches: list[list[OwnedUnit]] = []
+    open_: dict[tuple[object, ...], tuple[int, list[OwnedUnit]]] = {}
+    for unit in units:
+        stack = stacks[unit.matrix]
+        key = stack.shape[1:], stack.parts
+        size = unit.experts * stack.shape[1] * stack.shape[2]
+        filled, batch = open_.get(key, (most, []))
+        if filled + size > most:
+            filled, batch = 0, []
+            batches.append(batch)
+        batch.append(unit)
+        open_[key] = filled + size, batch
+    return batches
+
+
 def _shapes(stack: Stack) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return stack.parts, (stack.shape[2],) * len(stack.parts)
 

@@ -104,3 +104,14 @@ def decay_towards(weight: Tensor, update: Tensor, rate: float | Tensor) -> None:
 def local_tensor(tensor: Tensor) -> Tensor:
     """A tensor, or this rank's part of one that is sharded; it shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def plain_tensor(tensor: Tensor | None) -> Tensor:
+    """The values of `local_tensor` as a plain tensor, also of a weight that FSDP2 gathers in float8; they share memory."""
+    assert tensor is not None
+    local = local_tensor(tensor)
+    flatten: Any = getattr(local, "__tensor_flatten__", None)
+    while flatten is not None:
+        local = getattr(local, flatten()[0][0])
+        flatten = getattr(local, "__tensor_flatten__", None)
+    return local.detach()
