@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tiny_run import tiny_run, write_text
 from titan_train import Trainer, load_run
 from titan_train.export.run import export_run
+from titan_train.optim.average import Z, averaged_weight
 from titan_train.train.observer import Observer
 
 
@@ -45,26 +46,32 @@ def validate_with(folder, name, weights):
         return trainer._measure_held_out()[0].loss
 
 
-def test_validation_generation_and_export_take_the_average_that_one_setting_names(folder):
+@pytest.mark.parametrize("kind", ["ema", "schedule_free"])
+def test_validation_generation_and_export_take_the_average_that_one_setting_names(folder, kind):
     seen = Validations()
+    sections = {"optimizer": {"lr": 1e-2}, "average": {"ema_decay": 0.6, "use": "ema"}}
+    if kind == "schedule_free":
+        sections = {"optimizer": {"lr": 1e-2, "name": kind}, "schedule": {"name": "constant", "warmup_steps": 2}}
     config = configured(
-        folder, "ema",
-        train={"steps": 6, "global_batch": 4}, checkpoint={"every": 2}, optimizer={"lr": 1e-2},
-        validation={"every": 6, "steps": 2, "sample_tokens": 0}, average={"ema_decay": 0.6, "use": "ema"},
+        folder, kind, train={"steps": 6, "global_batch": 4}, checkpoint={"every": 2},
+        validation={"every": 6, "steps": 2, "sample_tokens": 0}, **sections,
     )  # fmt: skip
     with Trainer(config, callbacks=[seen]) as trainer:
         trainer.fit()
         plain = {name: p.detach().clone() for name, p in trainer.model.parts[0].named_parameters()}
         state, run_dir = trainer.optimizer.state, trainer.run_dir
-        averages = {name: state[p]["ema"].clone() for name, p in trainer.model.parts[0].named_parameters()}
+        averages = {
+            name: state[p]["ema"].clone() if kind == "ema" else averaged_weight(p.detach(), state[p][Z], 0.9)
+            for name, p in trainer.model.parts[0].named_parameters()
+        }
     loaded = weights_of(run_dir)
     assert all(torch.equal(loaded[name], averages[name]) for name in averages)
     assert not any(torch.equal(loaded[name], plain[name]) for name in averages)
-    assert seen.losses[6] == pytest.approx(validate_with(folder, "check", averages), abs=1e-7)
-    assert seen.losses[6] != pytest.approx(validate_with(folder, "check-plain", plain), abs=1e-5)
+    assert seen.losses[6] == pytest.approx(validate_with(folder, f"{kind}-check", averages), abs=1e-7)
+    assert seen.losses[6] != pytest.approx(validate_with(folder, f"{kind}-plain", plain), abs=1e-5)
 
-    export_run(run_dir, folder / "hf", dtype="fp32")  # its gate compares with the run's model
-    exported = load_file(folder / "hf" / "model.safetensors")
+    export_run(run_dir, folder / f"{kind}-hf", dtype="fp32")  # its gate compares with the run's model
+    exported = load_file(folder / f"{kind}-hf" / "model.safetensors")
     torch.testing.assert_close(exported["model.embed_tokens.weight"], averages["tok_embeddings.weight"])
 
 

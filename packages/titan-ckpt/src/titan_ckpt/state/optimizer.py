@@ -248,8 +248,10 @@ def _target(
     if like_param:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     whole = tuple(param.shape) if shard is None else shard.shape
-    if len(stored) == len(whole) and all(n in (1, w) for n, w in zip(stored, whole, strict=True)):
-        return _by_row(param, [n != w for n, w in zip(stored, whole, strict=True)], dtype)
+    if len(stored) == len(whole) and all(n == w or (n and not w % n) for n, w in zip(stored, whole, strict=True)):
+        return _by_block(
+            param, [w if n == 1 else w // max(n, 1) for n, w in zip(stored, whole, strict=True)], whole, dtype
+        )
     if is_dtensor(param) and stored:
         raise ValueError(
             f"optimizer state {key!r} of {owner.name!r} has shape {list(stored)}, unlike its parameter's "
@@ -258,11 +260,12 @@ def _target(
     return torch.zeros(stored, dtype=dtype, device=param.device)
 
 
-def _by_row(param: Tensor, reduced: Sequence[bool], dtype: torch.dtype) -> Tensor:
-    """Zeros in the layout of a parameter, with 1 in the dimensions that are ``reduced``, such as one value for each row."""
+def _by_block(param: Tensor, blocks: Sequence[int], whole: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in the layout of a parameter, with one value for so many elements of each dimension; for all: one on every rank."""
+    reduced = [block == w > 1 for block, w in zip(blocks, whole, strict=True)]
 
     def shape(sizes: torch.Size) -> torch.Size:
-        return torch.Size(1 if one else n for n, one in zip(sizes, reduced, strict=True))
+        return torch.Size(1 if one else n // b for n, one, b in zip(sizes, reduced, blocks, strict=True))
 
     if not is_dtensor(param):
         return torch.zeros(shape(param.shape), dtype=dtype, device=param.device)

@@ -87,7 +87,8 @@ class LocalShard:
     """Where this rank's tensor starts in it, per dimension."""
 
     def of_state(self, state: tuple[int, ...], tensor: tuple[int, ...]) -> "LocalShard | None":
-        """The place of optimizer state that has the tensor's shape, or 1 in some dimensions, such as one value for each row.
+        """The place of optimizer state that has the tensor's shape, or 1 in some dimensions, such as one value for each row, or a
+        whole fraction of it, such as one value for each block of 64 in a row.
 
         Args:
             state: Shape of the state on this rank.
@@ -96,11 +97,21 @@ class LocalShard:
         Returns:
             None for state of any other shape, such as a step counter: it is not cut like the tensor.
         """
-        if len(state) != len(tensor) or any(s not in (1, n) for s, n in zip(state, tensor, strict=True)):
+        if len(state) != len(tensor):
             return None
-        one = [s == 1 != n for s, n in zip(state, tensor, strict=True)]
-        shape = tuple(1 if alone else n for alone, n in zip(one, self.shape, strict=True))
-        return LocalShard(shape, tuple(0 if alone else at for alone, at in zip(one, self.offsets, strict=True)))
+        shape: list[int] = []
+        offsets: list[int] = []
+        for s, n, whole, at in zip(state, tensor, self.shape, self.offsets, strict=True):
+            if s == 1 != n:
+                shape.append(1)
+                offsets.append(0)
+                continue
+            block = n // s if s and n % s == 0 else 1
+            if s * block != n or whole % block or at % block:
+                return None
+            shape.append(whole // block)
+            offsets.append(at // block)
+        return LocalShard(tuple(shape), tuple(offsets))
 
 
 def local_part(tensor: Tensor, path: str, shard: LocalShard | None = None) -> LocalPart:

@@ -64,21 +64,25 @@ class MuonConfig:
 class OptimizerConfig:
     """Optimizer, with exceptions by pattern of parameter name."""
 
-    name: Literal["adamw", "muon", "sgd"] = "adamw"
-    """adamw (decoupled weight decay); muon for matrices, with adamw for all else; or sgd with momentum beta1 (weight decay added
-    to the gradient)."""
+    name: Literal["adamw", "muon", "schedule_free", "sgd"] = "adamw"
+    """adamw (decoupled weight decay); muon for matrices, with adamw for all else; schedule_free, an adamw that averages its
+    weights in place of a decay of the rate; or sgd with momentum beta1 (weight decay added to the gradient)."""
 
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate; the schedule multiplies it."""
 
     beta1: Annotated[float, Range(0, below=1, note="the default is 0.9")] = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay of the gradient's running mean; of schedule_free the share of the average in the weights that are trained."""
 
     beta2: Annotated[float, Range(0, below=1, note="the default is 0.95")] = 0.95
-    """Decay of the squared gradient's running mean (adamw)."""
+    """Decay of the squared gradient's running mean (adamw, schedule_free)."""
 
     eps: Annotated[float, Range(above=0)] = 1e-8
-    """Added to the root of the squared gradient's running mean (adamw)."""
+    """Added to the root of the squared gradient's running mean (adamw, schedule_free)."""
+
+    states: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Format of adamw's two running means: 8, 4 or 2 bytes a parameter. bf16 rounds at random, with the same bits under every
+    layout; int8 has a scale for each block of at most 128 elements of a row, and vectors and short rows stay fp32."""
 
     weight_decay: Annotated[float, Range(0, note="0 disables")] = 0.1
     """Weight decay of matrices, embeddings too. Norms, biases, other vectors and A_log have none, unless weight_decays says
@@ -110,7 +114,8 @@ class OptimizerConfig:
 
         NorMuon's row means, 4 bytes a row, are left out: a row has thousands of elements.
         """
-        other = {"adamw": 8.0, "muon": 8.0, "sgd": 4.0 if self.beta1 > 0 else 0.0}[self.name]
+        adamw = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128}[self.states]
+        other = {"sgd": 4.0 if self.beta1 > 0 else 0.0}.get(self.name, adamw)
         return (4.0 if self.name == "muon" else other), other
 
     def __post_init__(self) -> None:
@@ -119,6 +124,17 @@ class OptimizerConfig:
             raise ValueError(
                 "optimizer.cautious with optimizer.name='sgd', which adds weight decay to the gradient: it has no decay of its "
                 "own that could be left out. Set cautious=false, or name='adamw'."
+            )
+        if self.states != "fp32" and self.name != "adamw":
+            raise ValueError(
+                f"optimizer.states={self.states!r} with optimizer.name={self.name!r}: it is the format of adamw's running means. "
+                "Set optimizer.states='fp32', or optimizer.name='adamw'."
+            )
+        if self.name == "schedule_free" and (self.cautious or not self.beta1):
+            key, value = ("cautious", "false") if self.cautious else ("beta1", "0.9")
+            raise ValueError(
+                f"optimizer.{key}={getattr(self, key)} with optimizer.name='schedule_free', whose steps mix its average with a "
+                f"weight by beta1 and decay all of it. Set optimizer.{key}={value}."
             )
         for table in ("lr_scales", "weight_decays", "frozen_steps"):
             check_patterns(f"optimizer.{table}", getattr(self, table))

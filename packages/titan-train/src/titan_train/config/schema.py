@@ -222,10 +222,31 @@ class Config:
         matrices, others = self.optimizer.state_bytes
         return matrices + average, others + average
 
+    @property
+    def evaluated_weights(self) -> Literal["none", "ema", "checkpoints", "schedule_free"]:
+        """What validation, export, eval, generate and serve take; none is the weights that are trained."""
+        return "schedule_free" if self.optimizer.name == "schedule_free" else self.average.use
+
     def __post_init__(self) -> None:
+        if self.optimizer.name == "schedule_free":
+            self._check_schedule_free()
         kept = self.checkpoint.keep_last
         if self.average.use == "checkpoints" and 0 < kept < self.average.checkpoints:
             raise ValueError(
                 f"average.checkpoints={self.average.checkpoints}, but checkpoint.keep_last={kept} deletes older ones. Set "
                 f"checkpoint.keep_last={self.average.checkpoints}, or 0 to keep all."
             )
+
+    def _check_schedule_free(self) -> None:
+        for key, given, value in (
+            ("schedule.name", self.schedule.name, "constant"),
+            ("average.use", self.average.use, "none"),
+            ("average.ema_decay", self.average.ema_decay, 0.0),
+            ("qk_clip.threshold", self.qk_clip.threshold, 0.0),
+        ):
+            if given != value:
+                raise ValueError(
+                    f"{key}={given!r} with optimizer.name='schedule_free', which averages the weights itself, in place of a "
+                    "decay of the rate or another average, and keeps a second copy of them that nothing else changes. "
+                    f"Set {key}={value!r}."
+                )

@@ -62,7 +62,7 @@ def export_diffusers(
     scratch = staged.with_name(f"{staged.name}-average")
     try:
         source = checkpoint_folders(run_dir)[found]
-        if config.average.use != "none":
+        if config.evaluated_weights != "none":
             source = merged_step(load_model(run_dir, step=found)[1], scratch, None)
         export_hf(
             source,

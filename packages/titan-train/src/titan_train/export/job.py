@@ -77,7 +77,7 @@ def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: i
     step = checkpoint_folders(run_dir)[run.step]
     job = partial(Job, name=run_dir.resolve().name, dtype=dtype, max_shard_bytes=max_shard_bytes, load=load)
     lora = traits_of(run.model).lora is not None
-    if not lora and run.config.average.use == "none":
+    if not lora and run.config.evaluated_weights == "none":
         yield job(run=run, step=step)
         return
     scratch.mkdir(parents=True, exist_ok=True)

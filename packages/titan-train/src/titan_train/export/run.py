@@ -113,8 +113,8 @@ def _why_one_rank(load: Load, group: dist.ProcessGroup, to: Sequence[str], dtype
     config = load(device="meta").config
     if config.model.lora_rank:
         return "adapters are merged by one process"
-    if config.average.use != "none":
-        return f"the average that average.use={config.average.use!r} asks for is written by one process"
+    if config.evaluated_weights != "none":
+        return f"the average of weights ({config.evaluated_weights}) is written by one process"
     if not gate:
         return None
     if dtype == "float8":

@@ -62,7 +62,7 @@ def load_run(
         return LoadedRun(config, model.eval(), tokenizer, _saved_step(run_dir, step), template)
     with Checkpointer(run_dir / "checkpoints", group=group or one_rank()) as checkpointer:
         state = TrainState(model=model, rng=False, shards=shards)
-        found = restore_averaged(checkpointer, state, config.average, step)
+        found = restore_averaged(checkpointer, state, config, step)
     return LoadedRun(config, model.eval(), tokenizer, found, template)
 
 
@@ -89,7 +89,7 @@ def load_model(
     if torch.device(device).type == "meta":
         return config, model, _saved_step(run_dir, step)
     with Checkpointer(run_dir / "checkpoints") as checkpointer:
-        found = restore_averaged(checkpointer, TrainState(model=model, rng=False), config.average, step)
+        found = restore_averaged(checkpointer, TrainState(model=model, rng=False), config, step)
     return config, model, found
 
 

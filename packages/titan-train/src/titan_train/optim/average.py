@@ -6,19 +6,23 @@ learning rate that would also lead there (Polyak averaging; model merging, arXiv
 The moving average is one float32 tensor for each trained parameter, ``ema`` in the optimizer's state of it. So it is sharded,
 saved, and restored on any layout as the optimizer's other moments are. It starts as the weights after the first step of a
 parameter. Cost: 4 bytes a parameter, and one pass over the weights at each update.
+
+Schedule-free AdamW has an average of its own, which takes the same ways (`titan_train.optim.schedule_free`).
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from titan_ckpt import Checkpointer, TrainState
 from torch import Tensor, nn
 
-from titan_train.config.recipe import AverageConfig
+if TYPE_CHECKING:
+    from titan_train.config import Config
 
-EMA = "ema"
-"""Its name in the optimizer's state of a parameter."""
+EMA, Z = "ema", "schedule_free_z"
+"""Names in the optimizer's state of a parameter: of the moving average, and of what schedule-free AdamW's follows from."""
 
 
 @torch.no_grad()
@@ -45,6 +49,17 @@ def update_ema(optimizer: torch.optim.Optimizer, decay: float, *, due: bool = Tr
         average.lerp_(weight.to(average.dtype), 1 - decay)
 
 
+def averaged_weight(y: Tensor, z: Tensor, beta1: float) -> Tensor:
+    """The average of `titan_train.optim.schedule_free`, x: the weights to use after training.
+
+    Args:
+        y: What training has in a weight.
+        z: Its state of that name.
+        beta1: The share of x in y.
+    """
+    return y.lerp(z, 1 - 1 / beta1)
+
+
 def has_ema(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any parameter has a moving average."""
     return any(EMA in optimizer.state.get(parameter, {}) for parameter in _trained(optimizer))
@@ -52,17 +67,23 @@ def has_ema(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 @torch.no_grad()
-def ema_in_place(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """A block in which the weights are their moving average; they get their bits back after it."""
-    averages = {
-        parameter: optimizer.state[parameter][EMA]
-        for parameter in _trained(optimizer)
-        if EMA in optimizer.state.get(parameter, {})
-    }
+def averages_in_place(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """A block in which the weights are the average that the optimizer's state has; they get their bits back after it."""
     with weights_kept(parts):
-        for parameter, average in averages.items():
-            _local(parameter).copy_(_local(average))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                take_average(parameter, optimizer.state.get(parameter, {}), group.get("betas", (0.0,))[0])
         yield
+
+
+@torch.no_grad()
+def take_average(parameter: Tensor, state: Mapping[str, Tensor], beta1: float) -> None:
+    """Turn a parameter into the average that its state has, if it has one."""
+    if EMA in state:
+        _local(parameter).copy_(_local(state[EMA]))
+    elif Z in state:
+        weight = _local(parameter)
+        weight.copy_(averaged_weight(weight, _local(state[Z]), beta1))
 
 
 @contextlib.contextmanager
@@ -105,8 +126,8 @@ def mean_over_checkpoints(checkpointer: Checkpointer, state: TrainState, steps: 
         buffer.copy_(value)
 
 
-def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: AverageConfig, step: int | None) -> int:
-    """Restore a model for use after training, as ``average.use`` asks. Collective.
+def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: "Config", step: int | None) -> int:
+    """Restore a model for use after training, with `Config.evaluated_weights`. Collective.
 
     Args:
         checkpointer: Of the run.
@@ -118,19 +139,18 @@ def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: Aver
         The checkpoint's step.
     """
     found = checkpointer.restore(state, "latest" if step is None else step)
-    if config.use == "checkpoints":
-        mean_over_checkpoints(checkpointer, state, older_steps(checkpointer.steps(), found, config.checkpoints))
-    elif config.use == "ema":
+    use = config.evaluated_weights
+    if use == "checkpoints":
+        mean_over_checkpoints(checkpointer, state, older_steps(checkpointer.steps(), found, config.average.checkpoints))
+    elif use != "none":
         assert isinstance(state.model, nn.Module)
         holder = torch.optim.SGD(state.model.parameters())
         only = TrainState(
-            model=state.model, optim=holder, own_settings=True, optim_keys=(EMA,), shards=state.shards, rng=False
+            model=state.model, optim=holder, own_settings=True, optim_keys=(EMA, Z), shards=state.shards, rng=False
         )
         checkpointer.restore(only, found)
-        with torch.no_grad():
-            for parameter, held in holder.state.items():
-                if EMA in held:
-                    parameter.copy_(held[EMA])
+        for parameter, held in holder.state.items():
+            take_average(parameter, held, config.optimizer.beta1)
     return found
 
 

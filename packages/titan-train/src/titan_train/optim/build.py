@@ -10,18 +10,29 @@ from titan_fsdp import is_dtensor
 from torch import nn
 
 from titan_train.config.optimizer import OptimizerConfig
+from titan_train.optim.average import Z
+from titan_train.optim.compact_adamw import CompactAdamW
+from titan_train.optim.compact_states import block_length
 from titan_train.optim.groups import ParameterGroup, plan_groups
 from titan_train.optim.matrices import parts_of_rows
 from titan_train.optim.muon import Muon
 from titan_train.optim.muon_step import MuonMatrix
 from titan_train.optim.newton_schulz import Rule
 from titan_train.optim.ownership import Stack
+from titan_train.optim.schedule_free import ScheduleFreeAdamW
 from titan_train.parallel.param_shard import ParamShards
 from titan_train.parallel.tied import ParameterNames
 
 # fused AdamW and SGD exist for these; only AdamW's takes DTensors (checked on torch 2.11 and 2.15 by a test)
 _FUSED_DEVICES = ("cuda", "cpu")
-_KINDS = {"exp_avg": "adamw", "momentum_buffer": "sgd", "muon_momentum": "muon"}
+_KINDS = {
+    Z: "schedule_free",
+    "exp_avg": "adamw",
+    "exp_avg_bf16": "adamw with states='bf16'",
+    "exp_avg_codes": "adamw with states='int8'",
+    "momentum_buffer": "sgd",
+    "muon_momentum": "muon",
+}
 
 
 def build_optimizer(
@@ -69,6 +80,21 @@ def build_optimizer(
     ]
     if make is not None:
         return make(param_groups)
+    betas = config.beta1, config.beta2
+    if config.name == "schedule_free":
+        return ScheduleFreeAdamW(param_groups, betas=betas, eps=config.eps)
+    if config.states != "fp32":
+        return CompactAdamW(
+            param_groups,
+            states=config.states,
+            names={name: every[0] for name, every in (names or {}).items()},
+            shards={
+                name: LocalShard(cut.global_shape, cut.offset) for name, cut in (cuts or {}).items() if cut.pieces > 1
+            },
+            betas=betas,
+            eps=config.eps,
+            cautious=config.cautious,
+        )
     parameters = [p for found in groups for p in found.parameters]
     takes = all(p.device.type in _FUSED_DEVICES for p in parameters)
     takes = takes and (config.name != "sgd" or not any(is_dtensor(p) for p in parameters))
@@ -77,9 +103,7 @@ def build_optimizer(
         return torch.optim.SGD(param_groups, lr=config.lr, momentum=config.beta1, fused=fused)
     if config.name == "muon" or config.cautious:
         return _muon(groups, param_groups, config, names, cuts or {}, group, device, fused)
-    return torch.optim.AdamW(
-        param_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
-    )
+    return torch.optim.AdamW(param_groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
 
 
 def _muon(
@@ -124,7 +148,7 @@ def _muon(
 
 
 def check_restored(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Refuse the restored state of another kind of optimizer than ``name`` ("adamw", "muon" or "sgd").
+    """Refuse the restored state of another kind of optimizer than ``name``, a value of ``optimizer.name``.
 
     Settings are the configuration's: a checkpoint is restored with ``TrainState(own_settings=True)``. So weight decay and betas
     may change at a resume, parameters may be frozen or thawed, and tables of patterns may come and go. The kind must stay.
@@ -137,6 +161,8 @@ def check_restored(optimizer: torch.optim.Optimizer, name: str) -> None:
     for group in optimizer.param_groups:
         for parameter, fqn in zip(group["params"], group["param_names"], strict=True):
             own[fqn] = group.get("kind", name)
+            if isinstance(optimizer, CompactAdamW):
+                own[fqn] = _KINDS[optimizer.first_state(parameter)]
             saved[fqn] = {kind for key in optimizer.state.get(parameter, {}) for kind in saved_kind(key)}
     check_kinds(name, own, saved)
 
@@ -144,6 +170,16 @@ def check_restored(optimizer: torch.optim.Optimizer, name: str) -> None:
 def saved_kind(entry: str) -> set[str]:
     """The kind of optimizer that has this entry in a parameter's state; empty for one that several have."""
     return {_KINDS[entry]} if entry in _KINDS else set()
+
+
+def kind_of(config: OptimizerConfig, group: ParameterGroup, parameter: nn.Parameter) -> str:
+    """The kind of optimizer that updates a parameter of a whole model, as `saved_kind` names it."""
+    if group.kind != "adamw" or config.name == "muon":
+        return group.kind
+    if config.name == "schedule_free":
+        return config.name
+    small = config.states == "bf16" or (config.states == "int8" and block_length(parameter.shape) > 0)
+    return _KINDS[{"bf16": "exp_avg_bf16", "int8": "exp_avg_codes"}[config.states]] if small else "adamw"
 
 
 def check_kinds(name: str, own: Mapping[str, str], saved: Mapping[str, Collection[str]]) -> None:
@@ -161,6 +197,6 @@ def check_kinds(name: str, own: Mapping[str, str], saved: Mapping[str, Collectio
         if others := {*saved.get(fqn, ())} - {kind}:
             raise ValueError(
                 f"optimizer.name={name!r}, which updates {fqn} by {kind!r}, and the checkpoint holds the state of "
-                f"{min(others)!r}, which {kind!r} cannot use. Resume with the optimizer.name and optimizer.muon.groups of the "
+                f"{min(others)!r}, which {kind!r} cannot use. Resume with the optimizer.name, states and muon.groups of the "
                 "checkpoint, or start another run from its weights: model.init='run:DIR'."
             )

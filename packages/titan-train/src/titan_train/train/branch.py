@@ -14,7 +14,7 @@ from torch import nn
 from titan_train.config import Config
 from titan_train.data.loader.data_loader import check_position
 from titan_train.optim import plan_groups
-from titan_train.optim.build import check_kinds, saved_kind
+from titan_train.optim.build import check_kinds, kind_of, saved_kind
 from titan_train.run_folder import checkpoint_folders, find_start
 from titan_train.task import Task, TaskInputs
 from titan_train.train.warm_start import check_saved_model
@@ -39,7 +39,11 @@ def check_branch(config: Config, whole: nn.Module, task: Task) -> None:
     for key in reader.index.tensors["optim"]:
         fqn, _, name = key.partition("/")
         saved.setdefault(fqn, set()).update(saved_kind(name))
-    own = {fqn: group.kind for group in plan_groups(whole, config.optimizer) for fqn in group.fqns}
+    own = {
+        fqn: kind_of(config.optimizer, group, parameter)
+        for group in plan_groups(whole, config.optimizer)
+        for fqn, parameter in zip(group.fqns, group.parameters, strict=True)
+    }
     check_kinds(config.optimizer.name, own, saved)
     if config.checkpoint.allow_data_change or any(source.stream for source in config.data.sources):
         return

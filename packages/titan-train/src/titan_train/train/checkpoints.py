@@ -16,7 +16,7 @@ from titan_train.data.loader.iterated import Loader
 from titan_train.exchange import gather_values
 from titan_train.models import build_model, named_parameters
 from titan_train.optim import Scheduler, check_restored
-from titan_train.optim.average import ema_in_place, mean_over_checkpoints, older_steps, weights_kept
+from titan_train.optim.average import averages_in_place, mean_over_checkpoints, older_steps, weights_kept
 from titan_train.optim.spikes import Spikes
 from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.tied import tied_to_first
@@ -127,13 +127,13 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def averaged(self) -> Generator[None]:
-        """A block in which the weights are what ``average.use`` says. Collective where it reads checkpoints."""
-        config, parts = self._run.config.average, self._run.model.parts
-        if config.use == "ema":
-            with ema_in_place(parts, self._run.optimizer):
+        """A block in which the weights are `Config.evaluated_weights`. Collective where it reads checkpoints."""
+        config, parts = self._run.config, self._run.model.parts
+        if config.evaluated_weights in ("ema", "schedule_free"):
+            with averages_in_place(parts, self._run.optimizer):
                 yield
-        elif config.use == "checkpoints":
-            steps = older_steps(self._saved(), self._run.step, config.checkpoints)
+        elif config.evaluated_weights == "checkpoints":
+            steps = older_steps(self._saved(), self._run.step, config.average.checkpoints)
             whole = self._state()
             state = TrainState(model=parts, shards=whole.shards, tied=whole.tied, rng=False)
             with weights_kept(parts):
