@@ -24,6 +24,7 @@ from titan_cp.planning.tiles import Tile
 from titan_cp.state.convolution import causal_convolution
 from titan_cp.state.costs import StateCosts, explain_state, state_costs
 from titan_cp.state.linear import linear_attention
+from titan_cp.state.local import local_linear_attention
 from titan_cp.state.reference import reference_linear_attention
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "connect",
     "explain_state",
     "linear_attention",
+    "local_linear_attention",
     "localize_mask",
     "merge",
     "plan",

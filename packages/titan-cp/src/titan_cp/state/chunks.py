@@ -40,10 +40,11 @@ class ChunkGrid(NamedTuple):
     """Tokens per chunk."""
     first: tuple[int, ...]
     """The first chunk of each run, and the number of chunks."""
-    places: Tensor
-    """Of each local token, its place among all chunks' tokens, int64."""
+    places: Tensor | None
+    """Of each local token, its place among all chunks' tokens, int64; None: in order, the last chunk filled up."""
     pairs: Tensor
-    """Whether query ``i`` may read key ``j``: one document, ``j <= i``; ``[chunks, size, size]``."""
+    """Whether query ``i`` may read key ``j``: one document, ``j <= i``; ``[chunks, size, size]``, broadcast over batch and
+    heads like the next two."""
     reads: Tensor
     """Whether a token is of the document that the chunk's first state is of, ``[chunks, size, 1]``."""
     writes: Tensor
@@ -157,16 +158,23 @@ def chunk_outputs(chunks: Chunks, pieces: DocumentPieces, grid: ChunkGrid, first
             states.append(state)
             if chunk + 1 < end:
                 state = chunks.step(chunk, state, chunks.values[:, :, chunk])
-    first = torch.stack(states, dim=2)
+    assert grid.places is not None
+    return read_chunks(chunks, torch.stack(states, dim=2)).index_select(2, grid.places)
+
+
+def read_chunks(chunks: Chunks, first: Tensor) -> Tensor:
+    """What the queries of all chunks read, ``[B, H, N * C, V]``; ``first [B, H, N, K, V]`` are the chunks' first states."""
     values = chunks.values
     if chunks.corrections is not None:
         values = values - chunks.corrections @ first
-    out = chunks.queries @ first + chunks.scores @ values
-    return out.flatten(2, 3).index_select(2, grid.places)
+    return (chunks.queries @ first + chunks.scores @ values).flatten(2, 3)
 
 
 def _to_chunks(x: Tensor, grid: ChunkGrid) -> Tensor:
     """``[B, H, T, D]`` to ``[B, H, N, C, D]``, zeros where a chunk is filled up."""
+    if grid.places is None:
+        whole = grid.first[-1] * grid.size
+        return torch.nn.functional.pad(x, (0, 0, 0, whole - x.shape[2])).unflatten(2, (-1, grid.size))
     filled = x.new_zeros((*x.shape[:2], grid.first[-1] * grid.size, x.shape[3]))
     return filled.index_copy(2, grid.places, x).unflatten(2, (-1, grid.size))
 
