@@ -7,7 +7,7 @@ from titan_train.models import build_model, init_for
 from titan_train.parallel.stages import take_stage
 from torch import nn
 
-NAMES = ["llama3_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug", "gpt_debug"]
+NAMES = ["llama3_debug", "qwen3_debug", "qwen3_moe_debug", "qwen3_next_debug", "deepseek_debug", "gpt_debug"]
 
 
 def make(name: str) -> nn.Module:

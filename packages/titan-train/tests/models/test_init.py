@@ -20,7 +20,7 @@ def fill(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
     return filled
 
 
-@pytest.mark.parametrize("name", ["llama3_debug", "gpt_debug", "qwen3_moe_debug", "deepseek_debug"])
+@pytest.mark.parametrize("name", ["llama3_debug", "gpt_debug", "qwen3_moe_debug", "qwen3_next_debug", "deepseek_debug"])
 def test_every_parameter_is_filled_from_its_generator_alone(name: str) -> None:
     model = build_model(ModelConfig(name=name), vocab_size=300)
     first = fill(model)

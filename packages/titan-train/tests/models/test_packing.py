@@ -30,7 +30,9 @@ def boundaries() -> torch.Tensor:
     return torch.tensor([row + [SEQ_LEN] * (width - len(row)) for row in rows], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("name", ["llama3_debug", "gpt_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug"])
+@pytest.mark.parametrize(
+    "name", ["llama3_debug", "gpt_debug", "qwen3_debug", "qwen3_moe_debug", "qwen3_next_debug", "deepseek_debug"]
+)
 @pytest.mark.parametrize("give_positions", [False, True])
 def test_packed_row_equals_separate_documents(name: str, give_positions: bool) -> None:
     model = make(name)

@@ -8,7 +8,10 @@ MOE = {
     "model": {"name": "deepseek_debug", "seq_len": 32, "args": {"num_layers": 4}},
     "train": {"steps": 10, "global_batch": 8, "microbatch": 1, "max_grad_norm": 0.5},
 }
-MODELS = {"dense": DENSE, "moe": MOE}
+# layers with a state, one of attention, experts with a gated shared one
+HYBRID = {"model": {"name": "qwen3_next_moe_debug", "seq_len": 32}, "train": MOE["train"]}
+MODELS = {"dense": DENSE, "moe": MOE, "hybrid": HYBRID}
+WITH_EXPERTS = ("moe", "hybrid")
 TIED = {"model": DENSE["model"] | {"args": DENSE["model"]["args"] | {"tied_embeddings": True}}}
 
 
@@ -38,6 +41,7 @@ SETTINGS = {
     "ep": Setting({"parallel": {"ep": 2}}, 1, "expert"),
     "float8": Setting({"float8": {"recipe": "blockwise", "min_speedup": 0.0}}, 1, "precision"),
     "checkpointing": Setting({"activations": {"checkpoint": "selective"}}, 1, "activations"),
+    "tiles": Setting({"activations": {"mlp_tiles": 4}}, 1, "activations"),
     "compile": Setting({"compile": {"enabled": True, "backend": "aot_eager"}}, 1, "compile"),
 }
 
@@ -86,9 +90,12 @@ FAST = [
     ("dense", ("async tp", "checkpointing")),
     ("dense", ("float8", "pp 1f1b")),
     ("dense", ("compile", "tp+sp")),
+    ("dense", ("tp+sp", "tiles")),
     ("dense", ("pp zbv", "compile")),
     ("moe", ("ep", "pp zbv")),
     ("moe", ("ep", "tp+sp")),
+    ("hybrid", ("fsdp", "cp ring")),
+    ("hybrid", ("tp+sp", "pp zbv")),
 ]
 
 
@@ -96,10 +103,10 @@ def combinations():
     """Every (model, settings) of the matrix that is a combination at all."""
     for model in MODELS:
         for pair in itertools.combinations(SETTINGS, 2):
-            if SETTINGS[pair[0]].axis != SETTINGS[pair[1]].axis and (model == "moe" or "ep" not in pair):
+            if SETTINGS[pair[0]].axis != SETTINGS[pair[1]].axis and (model in WITH_EXPERTS or "ep" not in pair):
                 yield model, pair
         for names in TRIPLES:
-            if ("ep" in names) == (model == "moe"):
+            if model == "hybrid" or ("ep" in names) == (model == "moe"):
                 yield model, names
 
 

@@ -30,6 +30,7 @@ LAYOUTS = {
     "tp2 pp2": (4, {"parallel.tp": 2, "parallel.pp": 2, "train.fused_loss": False}),
     "pp2 zbv": (2, {"parallel.pp": 2, "pipeline.schedule": "zbv", "model.args.num_layers": 5}),
     "full": (2, {"parallel.pp": 2, "activations.checkpoint": "full"}),
+    "tiles": (2, {"parallel.tp": 2, "activations.mlp_tiles": 4}),
     "every": (2, {"parallel.tp": 2, "activations.checkpoint": "every", "model.args.num_layers": 5}),
 }
 

@@ -48,7 +48,7 @@ def test_a_cut_model_keeps_one_dense_block() -> None:
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        ("moonlight-16b", 16.0), ("glm4.5", 355.0), ("glm4.5-air", 106.0), ("minimax-m2", 230.0), ("qwen3-next-80b", 80.0),
+        ("moonlight-16b", 16.0), ("glm4.5", 355.0), ("glm4.5-air", 106.0), ("minimax-m2", 230.0), ("qwen3-next-80b-a3b", 80.0),
         ("kimi-linear-48b", 49.1),
     ],
 )  # fmt: skip

@@ -29,6 +29,9 @@ class ActivationsConfig:
     budget: Annotated[float, Range(0, 1)] = 0.5
     """With checkpoint = "budget": share of the activations to keep, 0 to 1 (needs compile.enabled)."""
 
+    mlp_tiles: Count = 1
+    """Run feed-forwards in this many parts of the sequence and recompute them in backward; 1 runs them whole."""
+
     offload: bool = False
     """Move saved activations to host memory until backward needs them (CUDA only)."""
 

@@ -28,6 +28,7 @@ from titan_train.export.tokenizer_json import folder_ids
 from titan_train.files import read_text, write_atomic
 from titan_train.generation import supports_cache
 from titan_train.models import CausalAttention, SequenceContext
+from titan_train.models.common.delta import DeltaRule
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.moe.routed import expert_stacks
 
@@ -63,13 +64,18 @@ class StepModel(nn.Module):
         """Take over a model; ``growing`` as in `GrowingModel`.
 
         Raises:
-            ValueError: It has no support for a key-value cache.
+            ValueError: It has no support for a key-value cache, or layers that keep a state.
         """
         super().__init__()
         if not supports_cache(model):
             raise ValueError(
                 f"{type(model).__name__} does not support a key-value cache, so it cannot be exported with one. Export it with "
                 "--to onnx or --to dcp."
+            )
+        if any(isinstance(module, DeltaRule) for module in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} has layers that carry a state, and this export knows the cache of attention alone. "
+                "Export it with --to hf or --to dcp."
             )
         self.model = model
         self._caches = _Caches([])
@@ -112,7 +118,7 @@ class GrowingModel(StepModel):
         """Take over a model.
 
         Raises:
-            ValueError: It has no support for a key-value cache.
+            ValueError: It has no support for a key-value cache, or layers that keep a state.
         """
         super().__init__(model, growing=True)
 

@@ -8,6 +8,9 @@ Rows of different lengths need no left padding. A prompt shorter than the longes
 padding leaves in the cache lies behind the row's last position, where no query may look, and the row's own next
 tokens overwrite it before any query can.
 
+A layer that carries a state instead (`DeltaRule`) keeps it, and the last tokens that its convolution saw. What pads a prompt
+changes neither, so the generating loop says how long each row's prompt is.
+
 Memory: 2 x layers x B x K x T x D elements, allocated once. A new token reads only the positions in use, where the caller
 knows their number without asking the device (`CacheLength`); the query heads that share a key head are laid side by side as
 if they were tokens, so that no key is read twice.
@@ -15,16 +18,20 @@ if they were tokens, so that no key is read twice.
 Shapes: B batch, S new tokens, T positions of the cache, H query heads, K key-value heads, D head width.
 """
 
+import copy
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
+import titan_cp
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_train.models import CausalAttention, SequenceContext, accepted_inputs, unwrap
 from titan_train.models.common.attention import attend
+from titan_train.models.common.delta import DeltaInputs, DeltaRule, convolve_rows
 from titan_train.models.traits import traits_of
 
 
@@ -37,6 +44,8 @@ class CacheLength:
     forward must, whose shapes are fixed."""
     even: bool = False
     """Every row has just these positions, so that a single new token sees all of them."""
+    prompts: Tensor | None = None
+    """Tokens of each row's prompt, ``[B]``; None: the rows are not padded."""
 
 
 class CachedAttention(nn.Module):
@@ -87,8 +96,69 @@ class CachedAttention(nn.Module):
         return out.reshape(*q.shape)[..., :width].transpose(1, 2)
 
 
+class CachedDelta(DeltaRule):
+    """A delta rule that goes on from the tokens of the forwards before."""
+
+    in_use: CacheLength
+    tail: Tensor | None
+    """The last rows that the convolution saw, ``[B, taps - 1, C]``."""
+    state: Tensor | None
+    """``[B, H, K, V]`` float32."""
+
+    @classmethod
+    def of(cls, rule: DeltaRule, in_use: CacheLength) -> "CachedDelta":
+        """One with the shape of ``rule``, which stays as it is."""
+        cached = copy.copy(rule)
+        cached.__class__ = cls
+        found = cast(CachedDelta, cached)
+        found.in_use, found.tail, found.state = in_use, None, None
+        return found
+
+    def forward(self, inputs: DeltaInputs, context: SequenceContext) -> Tensor:
+        """As `DeltaRule.forward`; after the prompt, one token, or several times the same one."""
+        if self.state is None:
+            return self.compute(context, *inputs)
+        copies = inputs.q.shape[1]
+        of_tokens = inputs._replace(
+            **{name: getattr(inputs, name)[:, :1] for name in ("q", "k", "v", "strength", "rate")}
+        )
+        return self.compute(context, *of_tokens).expand(-1, copies, -1, -1)
+
+    def convolve(self, rows: Tensor, taps: Tensor, context: SequenceContext) -> Tensor:
+        """As `DeltaRule.convolve`, with the rows of the forwards before in front."""
+        before = taps.shape[1] - 1
+        if self.tail is None:
+            out = convolve_rows(rows, taps, context.positions)
+            padded = F.pad(rows, (0, 0, before, 0))
+            last = self._lengths(rows)[:, None] + torch.arange(before, device=rows.device)
+            self.tail = padded.gather(1, last.unsqueeze(-1).expand(-1, -1, rows.shape[2]))
+            return out
+        seen = torch.cat([self.tail, rows], dim=1)
+        self.tail.copy_(seen[:, 1:])
+        return (seen * taps.t()).sum(1, keepdim=True)
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *, context: SequenceContext) -> Tensor:
+        """As `DeltaRule.scan`, from the state of the forwards before."""
+        if self.state is None:
+            padding = torch.arange(v.shape[2], device=v.device) >= self._lengths(v)[:, None, None]
+            decay, beta = decay.masked_fill(padding, 0.0), beta.masked_fill(padding, 0.0)  # the state stays
+            out, self.state = titan_cp.local_linear_attention(q, k, v, decay, beta)
+            return out
+        out, state = titan_cp.local_linear_attention(q, k, v, decay, beta, state=self.state)
+        self.state.copy_(state)
+        return out
+
+    def _lengths(self, rows: Tensor) -> Tensor:
+        """Tokens of each row that are no padding, of ``[B, S, C]`` or ``[B, H, S, V]``."""
+        if self.in_use.prompts is not None:
+            return self.in_use.prompts
+        return torch.full((rows.shape[0],), rows.shape[-2], device=rows.device)
+
+
 def supports_cache(model: nn.Module) -> bool:
-    """Whether tokens meet only in `CausalAttention`, as ``supports_kv_cache = True`` says, and positions are taken."""
+    """Whether tokens meet only in `CausalAttention` and `DeltaRule`, as ``supports_kv_cache = True`` says, and positions are
+    taken.
+    """
     return traits_of(model).supports_kv_cache and "positions" in accepted_inputs(model)
 
 
@@ -108,12 +178,13 @@ def kv_cache(model: nn.Module, length: int) -> Generator[CacheLength, None, None
         (parent, name, child)
         for parent in unwrap(model).modules()
         for name, child in parent.named_children()
-        if isinstance(child, CausalAttention)
+        if isinstance(child, CausalAttention | DeltaRule)
     ]
     in_use = CacheLength()
     try:
-        for parent, name, _ in owners:
-            setattr(parent, name, CachedAttention(length, in_use))
+        for parent, name, child in owners:
+            cached = CachedDelta.of(child, in_use) if isinstance(child, DeltaRule) else CachedAttention(length, in_use)
+            setattr(parent, name, cached)
         yield in_use
     finally:
         for parent, name, child in owners:

@@ -156,6 +156,7 @@ class _CachedLogits:
 
     def __call__(self, model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
         if step == 0:
+            self._in_use.prompts = lengths
             self._in_use.used = width = _rounded(self._longest, self._multiple_of)
             positions = torch.arange(width, device=tokens.device).expand(tokens.shape[0], -1)
             with _head_of_last(model, lengths):

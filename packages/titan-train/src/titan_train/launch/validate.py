@@ -73,8 +73,14 @@ def decided_by_arguments(config: Config, plan: "RunPlan") -> bool:
         and not config.model.init
         and not config.checkpoint.start_from
         and config.model.parametrization == "standard"
+        and not any(block.only_counted for block in _shipped_shape(config.model.name).blocks)
         and all(getattr(config, section) == getattr(default, section) for section in _OF_THE_MODULE)
     )
+
+
+def _shipped_shape(name: str) -> ModelShape:
+    family, arguments = find_model(name)
+    return family.shape(arguments, name)
 
 
 def validate_arguments(config: Config) -> ModelShape:

@@ -4,7 +4,7 @@ A model is a plain module whose ``forward(tokens)`` returns logits. It may also 
 (packed documents), and may define ``init_weights(fqn, tensor, generator)``; no base class is needed.
 
 - `registry`, `family`: which families there are, and what a family consists of. Importing them does not import torch.
-- ``llama/``, ``gpt/``, ``qwen3/``, ``deepseek/``, ``flux/``: one folder per family.
+- ``llama/``, ``gpt/``, ``qwen3/``, ``qwen3_next/``, ``deepseek/``, ``flux/``: one folder per family.
 - ``vision_language/``: an encoder of images before a decoder of any family; Qwen3-VL is one.
 - ``common/``: the blocks that families share, mixture of experts among them.
 - `build`, `initialize`, `call`, `flops`: build a model, fill its weights, call it on a batch, count its FLOPs.
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from titan_train.models.llama.model import Llama
     from titan_train.models.qwen3.args import Qwen3Args
     from titan_train.models.qwen3.model import Qwen3
+    from titan_train.models.qwen3_next.args import Qwen3NextArgs
+    from titan_train.models.qwen3_next.model import Qwen3Next
     from titan_train.models.registry import families, list_models, register_family
 
 __all__ = [
@@ -51,6 +53,8 @@ __all__ = [
     "MoEArgs",
     "Qwen3",
     "Qwen3Args",
+    "Qwen3Next",
+    "Qwen3NextArgs",
     "SequenceContext",
     "TokenBatch",
     "accepted_inputs",

@@ -12,6 +12,7 @@ from titan_fsdp import unwrap
 from torch import nn
 
 from titan_train.models.common.attention import CausalAttention
+from titan_train.models.common.delta import DeltaRule
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.traits import traits_of
 
@@ -29,7 +30,7 @@ def count_active_parameters(model: nn.Module) -> int:
 def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> float:
     """Model FLOPs of forward and backward, per token.
 
-    A user's own module gets 6 N for its matrices, and the attention term for each `CausalAttention` in it; attention
+    A user's own module gets 6 N for its matrices, and the term of each `CausalAttention` and `DeltaRule` in it; attention
     of another kind is not seen, so its MFU reads slightly low.
 
     Args:
@@ -50,7 +51,8 @@ def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> 
     # the width of a key for the scores, the width of a value for their use
     inners = [m for m in model.modules() if isinstance(m, CausalAttention)]
     attention = sum(m.num_heads * (m.head_dim + m.value_dim) for m in inners)
-    return 6.0 * matrices + (3.0 if causal else 6.0) * attention * seq_len
+    states = sum(m.flops_per_token for m in model.modules() if isinstance(m, DeltaRule))
+    return 6.0 * matrices + (3.0 if causal else 6.0) * attention * seq_len + states
 
 
 def _idle_parameters(model: nn.Module) -> int:

@@ -95,7 +95,7 @@ def kind_of(name: str) -> Kind:
     if first == "lm_head":
         return "head"
     if first == "layers":
-        if leaf == "bias" or owner.endswith("norm"):
+        if leaf == "bias" or owner.endswith(("norm", "_conv")) or owner == "decay":
             return "writer bias" if owner in ("wo", "w2") else "vector"
         if owner == "gate":
             return "router"

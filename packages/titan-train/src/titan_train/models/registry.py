@@ -20,6 +20,7 @@ from titan_train.models.flux import FLUX_FAMILY
 from titan_train.models.gpt import GPT_FAMILY
 from titan_train.models.llama import LLAMA_FAMILY
 from titan_train.models.qwen3 import QWEN3_FAMILY
+from titan_train.models.qwen3_next import QWEN3_NEXT_FAMILY
 from titan_train.models.vision_language import DEEPSEEK_VL_FAMILY, GPT_VL_FAMILY, LLAMA_VL_FAMILY, QWEN3_VL_FAMILY
 from titan_train.values import did_you_mean
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "titan_train.families"
 
 _SHIPPED = (
-    LLAMA_FAMILY, GPT_FAMILY, QWEN3_FAMILY, DEEPSEEK_FAMILY, FLUX_FAMILY, QWEN3_VL_FAMILY, LLAMA_VL_FAMILY, GPT_VL_FAMILY,
-    DEEPSEEK_VL_FAMILY,
+    LLAMA_FAMILY, GPT_FAMILY, QWEN3_FAMILY, QWEN3_NEXT_FAMILY, DEEPSEEK_FAMILY, FLUX_FAMILY, QWEN3_VL_FAMILY, LLAMA_VL_FAMILY,
+    GPT_VL_FAMILY, DEEPSEEK_VL_FAMILY,
 )  # fmt: skip
 _registered: dict[str, Family] = {}
 _logger = logging.getLogger(__name__)

@@ -1,8 +1,9 @@
 """The shape of a model: groups of equal blocks between an embedding and a head. No torch.
 
 A family's arguments state it (`titan_train.models.family.Family.shape`), and the planner reads it. A block is a mixer
-(grouped-query attention, latent attention or a state-space layer) and a feed-forward (dense or routed); either may be
-absent, so that hybrid models are described too. Parameter counts are exact for the shipped decoders; a test compares them.
+(grouped-query attention, latent attention, or a layer with a state: Mamba-2, gated delta net) and a feed-forward (dense or
+routed); either may be absent, so that hybrid models are described too. Parameter counts are exact for the shipped decoders; a
+test compares them.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class AttentionWidths:
     q_lora: int = 0
     kv_lora: int = 0
     rope_dim: int = 0
-    """Rotated channels of an MLA key, shared by all heads."""
+    """Rotated channels: of an MLA key, shared by all heads; of a head where only part of it is rotated. 0 is all."""
     qk_norm: bool = False
     bias: bool = False
     causal: bool = True
@@ -37,6 +38,8 @@ class AttentionWidths:
     o_groups: int = 1
     shared_kv: bool = False
     """One projection is key and value."""
+    gated: bool = False
+    """Queries' projection also gives a gate for each channel of the result (Qwen3-Next)."""
     sparse: bool = False
     """Keys are chosen for each query and gathered, not a band."""
     fused: bool = True
@@ -84,6 +87,8 @@ class ExpertsShape:
     """Groups of experts (nodes) that a token's experts may come from; 0 is any."""
     normalized: bool = True
     """A token's weights are divided by their sum."""
+    shared_gate: bool = False
+    """The shared experts' result is multiplied by a gate of its own."""
 
     @property
     def matrices(self) -> int:
@@ -105,6 +110,56 @@ class StateSpaceShape:
         """Width inside the layer."""
         return self.heads * self.head_dim
 
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, and of all queries."""
+        return self.groups * self.state
+
+    @property
+    def projected(self) -> int:
+        """Columns of the projections in front."""
+        return 2 * self.inner + 2 * self.keys + self.heads
+
+    def parameters(self, dim: int) -> int:
+        """Of the matrices."""
+        return dim * self.projected + self.inner * dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """A gated delta net (arXiv:2412.06464)."""
+
+    heads: int
+    """Value heads, each with a state."""
+    key_heads: int
+    """Query and key heads; each serves ``heads / key_heads`` value heads."""
+    head_dim: int
+    """Channels of a value head."""
+    state: int
+    """Channels of a key head: a value head's state is ``state x head_dim``."""
+    taps: int
+    """Tokens that the short convolutions see."""
+
+    @property
+    def inner(self) -> int:
+        """Width inside the layer."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, and of all queries."""
+        return self.key_heads * self.state
+
+    @property
+    def projected(self) -> int:
+        """Columns of the projections in front."""
+        return 2 * self.inner + 2 * self.keys + 2 * self.heads
+
+    def parameters(self, dim: int) -> int:
+        """Of matrices, convolutions, decays and the norm of the result."""
+        taps = self.taps * (2 * self.keys + self.inner)
+        return dim * self.projected + self.inner * dim + taps + 2 * self.heads + self.head_dim
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -114,14 +169,32 @@ class Block:
     attention: AttentionWidths | None = None
     ffn: FeedForwardShape | ExpertsShape | None = None
     ssm: StateSpaceShape | None = None
+    delta: DeltaShape | None = None
     norms: int = 2
     streams: int = 1
     """Residual streams that hyper-connections mix before and after each half (arXiv 2409.19606)."""
     modulation: int = 0
     """Parameters of a DiT block that a token does not meet: its modulation, and the weights of the other stream."""
 
+    @property
+    def carried(self) -> StateSpaceShape | DeltaShape | None:
+        """The layer that carries a state from token to token, if it is one."""
+        return self.ssm or self.delta
+
+    @property
+    def only_counted(self) -> bool:
+        """Whether only a run on fake tensors tells what it keeps for backward: there is no formula, compiled or not."""
+        return self.delta is not None or (self.attention is not None and self.attention.gated)
+
+    def splits(self, tp: int) -> bool:
+        """Whether each of ``tp`` tensor-parallel ranks can have whole heads."""
+        a = self.attention
+        if a is not None and (a.heads % tp or not (a.latent or a.kv_heads % tp == 0)):
+            return False
+        return self.delta is None or self.delta.key_heads % tp == 0
+
     def mixer_parameters(self, dim: int) -> int:
-        """Parameters of attention or state space."""
+        """Parameters of attention or of a layer with a state."""
         total = self.modulation + self.norms * dim
         a = self.attention
         if a is not None:
@@ -134,15 +207,13 @@ class Block:
             else:
                 q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
                 total += a.q_lora * (dim + q) if a.q_lora else dim * q
+                total += dim * q if a.gated else 0
                 total += a.o_lora * (q + a.o_groups * dim) if a.o_lora else q * dim
                 total += (1 if a.shared_kv else 2) * dim * kv + (2 * a.head_dim if a.qk_norm else 0)
                 total += (q + 2 * kv + dim) if a.bias else 0
             if a.cross_tokens:
                 total += 4 * dim * a.heads * a.head_dim
-        if self.ssm is not None:
-            s = self.ssm
-            total += dim * (2 * s.inner + 2 * s.groups * s.state + s.heads) + s.inner * dim
-        return total
+        return total + (0 if self.carried is None else self.carried.parameters(dim))
 
     def dense_parameters(self, dim: int) -> int:
         """Parameters of the feed-forward that every token meets: dense, or shared experts and router."""
@@ -151,7 +222,8 @@ class Block:
             return self.ffn.matrices * dim * self.ffn.hidden + bias
         if isinstance(self.ffn, ExpertsShape):
             e = self.ffn
-            return dim * e.num_experts + e.matrices * dim * e.shared_hidden + 2 * dim * e.latent_dim
+            gate = dim if e.shared_gate else 0
+            return dim * e.num_experts + e.matrices * dim * e.shared_hidden + gate + 2 * dim * e.latent_dim
         return 0
 
     def expert_parameters(self, dim: int) -> int:
@@ -237,8 +309,9 @@ class ModelShape:
         """FLOPs of forward and backward for one token; recomputation never counts.
 
         6 N for the parameters that are multiplied (no input embedding) and, per layer, 6 * seq * (key width + value width) *
-        heads for attention; half of that where ``causal`` and the attention is causal. With ``norms`` their weights are among
-        the N, as `titan_train.models.flops` counts those of a module.
+        heads for attention; half of that where ``causal`` and the attention is causal. A delta rule's state of K x V costs
+        18 * K * V a head: what a token recalls, writes and reads. With ``norms`` their weights are among the N, as
+        `titan_train.models.flops` counts those of a module.
         """
         idle = 0 if self.tied else self.head_parameters
         matrices = self.active_parameters() - idle - self.positions * self.dim
@@ -251,6 +324,9 @@ class ModelShape:
                 half = 0.5 if causal and a.causal else 1.0
                 attention += b.count * 6.0 * half * seen * a.heads * (a.head_dim + a.v_dim)
                 matrices -= b.count * b.modulation * (1 - 1 / max(1, seq_len))
+            if b.delta is not None:
+                matrices -= 0 if norms else b.count * (b.norms * self.dim)
+                attention += b.count * 18.0 * b.delta.inner * b.delta.state
         return 6.0 * matrices + attention
 
     def cut(self, num_layers: int, dense_layers: int = 1) -> "ModelShape":

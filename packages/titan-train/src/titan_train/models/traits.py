@@ -31,6 +31,8 @@ class Traits:
     loss_head: str | None = None
     """The linear to the vocabulary. `forward` takes `labels`, hands them to it as second argument and returns what comes back,
     so that the loss can be computed without whole logits."""
+    token_wise: Sequence[str] = ()
+    """Patterns of modules that map each token by itself: `activations.mlp_tiles` runs them a part of the sequence at a time."""
     windows: Sequence[int] = ()
     """Sliding windows of its attention, in tokens; context parallelism prepares a plan for each."""
     init_weights: Callable[[str, Tensor, torch.Generator], None] | None = None

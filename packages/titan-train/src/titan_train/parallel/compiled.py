@@ -66,6 +66,7 @@ def check_cudagraphs(config: Config, layout: Layout, model: nn.Module) -> None:
             f"activations.checkpoint={activations.checkpoint!r}",
             "recomputation reads the random state, which a capture forbids (checkpoint='budget' does not)",
         ),
+        (activations.mlp_tiles > 1, f"activations.mlp_tiles={activations.mlp_tiles}", "tiles are recomputed"),
         (
             any(moe_layers(model)),
             f"model.name={config.model.name!r}",

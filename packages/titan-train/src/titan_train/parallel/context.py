@@ -11,7 +11,7 @@ documents.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import titan_cp
 import torch
@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from titan_train.config import Config, ContextConfig
 from titan_train.data import Batch
 from titan_train.models import CausalAttention, SequenceContext, accepted_inputs
+from titan_train.models.common.delta import DeltaRule
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.traits import traits_of
 from titan_train.parallel.layout.batch import BatchPlan
 
 EMPTY: Mapping[int, titan_cp.AttentionPlan] = {}
 _WINDOWED_LAYOUTS = ("contiguous", "zigzag")
-"""Layouts that put tokens in the same places for any window."""
+"""Layouts that put tokens in the same places for any window, and cut few documents: each cut piece sends a state."""
 
 
 class RowsPlan:
@@ -126,6 +127,7 @@ class ContextParallelism:
         seq_len: int,
         dtype: torch.dtype,
         windows: Sequence[int] = (),
+        states: bool = False,
     ) -> None:
         """Connect the ranks that share a sequence. Collective over them.
 
@@ -136,6 +138,7 @@ class ContextParallelism:
             seq_len: Tokens of a row.
             dtype: Of the queries.
             windows: Sliding windows of the model's layers, in tokens.
+            states: Some layers carry a state from token to token.
 
         Raises:
             ValueError: Length, heads and method do not fit; the message names the nearest that do.
@@ -146,9 +149,16 @@ class ContextParallelism:
         self._dtype = dtype
         self._windows = tuple(window for window in windows if window < seq_len)
         self._whole = plan_rows(
-            config, self._size, self._rank, heads, seq_len=seq_len, dtype=dtype, windowed=bool(self._windows)
+            config,
+            self._size,
+            self._rank,
+            heads,
+            seq_len=seq_len,
+            dtype=dtype,
+            windowed=bool(self._windows),
+            states=states,
         )
-        self._seq_len = seq_len
+        self._states, self._seq_len = states and config.layout == "auto", seq_len
         self._group = mesh.group("cp")
         self._groups: dict[str, dist.ProcessGroup | None] = {"group": self._group}
         if self._whole.method == "usp":
@@ -156,9 +166,13 @@ class ContextParallelism:
         titan_cp.connect(*dict.fromkeys((self._group, *self._groups.values())), device=mesh.device_type)
 
     def apply(self, model: nn.Module) -> None:
-        """Replace every `CausalAttention` of ``model``."""
-        for name in [name for name, module in model.named_modules() if isinstance(module, CausalAttention)]:
-            model.set_submodule(name, ContextAttention(self._groups))
+        """Replace every `CausalAttention` and `DeltaRule` of ``model``."""
+        for name, module in list(model.named_modules()):
+            if isinstance(module, CausalAttention):
+                model.set_submodule(name, ContextAttention(self._groups))
+            elif isinstance(module, DeltaRule):
+                module.__class__ = ContextDelta
+                cast(ContextDelta, module).group = self._group
 
     def cut(self, batch: Batch) -> LocalBatch:
         """Cut this rank's part from ``batch``, which is the same on all ranks of the group.
@@ -194,7 +208,7 @@ class ContextParallelism:
         whole = self._whole
         return plan_rows(
             self._config, self._size, self._rank, self._heads, dtype=self._dtype, method=whole.method,
-            ulysses_degree=whole.ulysses_degree, layout=whole.layout if self._windows else "", **rows,
+            ulysses_degree=whole.ulysses_degree, layout=whole.layout if self._windows or self._states else "", **rows,
         )  # fmt: skip
 
 
@@ -225,6 +239,23 @@ class ContextAttention(nn.Module):
         return self._attention(q, k, v, plan=context.attention_plan.plan, sinks=sinks)
 
 
+class ContextDelta(DeltaRule):
+    """A delta rule whose documents go on from rank to rank: the state by one scan, the convolution by a few rows."""
+
+    group: dist.ProcessGroup
+    """The whole context-parallel group."""
+
+    def convolve(self, rows: Tensor, taps: Tensor, context: SequenceContext) -> Tensor:
+        """As `DeltaRule.convolve`, on this rank's tokens."""
+        plan = context.attention_plan.plan
+        out = titan_cp.causal_convolution(rows.transpose(1, 2), taps, plan=plan, group=self.group)
+        return out.transpose(1, 2)
+
+    def scan(self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *, context: SequenceContext) -> Tensor:
+        """As `DeltaRule.scan`, on this rank's tokens."""
+        return titan_cp.linear_attention(q, k, v, decay, beta, plan=context.attention_plan.plan, group=self.group)
+
+
 def plan_rows(
     config: ContextConfig,
     size: int,
@@ -239,6 +270,7 @@ def plan_rows(
     layout: str = "",
     window: int | None = None,
     windowed: bool = False,
+    states: bool = False,
 ) -> titan_cp.AttentionPlan:
     """titan-cp's plan for rows of ``seq_len`` tokens, or for one row of these documents. Needs no ranks.
 
@@ -255,6 +287,7 @@ def plan_rows(
         layout: Instead of the configured one.
         window: Tokens that a token sees, itself included.
         windowed: Other plans with windows are to put the tokens where this one does.
+        states: Layers that carry a state read the tokens too: ``auto`` takes a layout that cuts few documents.
 
     Raises:
         ValueError: It cannot work; the message names the nearest length or degree that does.
@@ -281,7 +314,7 @@ def plan_rows(
         ulysses_degree=degree,
         window=window,
     )
-    if windowed and plan.layout not in _WINDOWED_LAYOUTS:
+    if (windowed or (states and config.layout == "auto")) and plan.layout not in _WINDOWED_LAYOUTS:
         return plan_rows(
             config, size, rank, heads, dtype=dtype, seq_len=seq_len, cu_seqlens=cu_seqlens, method=plan.method,
             ulysses_degree=plan.ulysses_degree, layout="zigzag",
@@ -314,7 +347,7 @@ def check_context_parallel(config: Config, layout: Layout, batch: BatchPlan, mod
         )
     plan_rows(
         config.context, cp, 0, Heads.of(model, layout.spec.tp), seq_len=seq_len, dtype=torch.float32,
-        windowed=any(window < seq_len for window in traits_of(model).windows),
+        windowed=any(window < seq_len for window in traits_of(model).windows), states=has_states(model),
     )  # fmt: skip
     mixed_rows = config.data.document_mask and batch.microbatch > 1
     if mixed_rows and any(layer.args.balance_loss or layer.args.z_loss for _, layer in moe_layers(model)):
@@ -323,6 +356,12 @@ def check_context_parallel(config: Config, layout: Layout, batch: BatchPlan, mod
             "z-loss: context parallelism joins the rows of a micro-batch, and both losses are means over one row. Set "
             "train.microbatch=1."
         )
+
+
+def has_states(model: nn.Module) -> bool:
+    """Whether layers of a model carry a state from token to token."""
+    of_transformers = getattr(model, "has_state", False) is True
+    return of_transformers or any(isinstance(module, DeltaRule) for module in model.modules())
 
 
 def joined_documents(cu_seqlens: Tensor, seq_len: int) -> list[int]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from titan_train.config import Config, Float8Config
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.moe.routed import StackedExperts
-from titan_train.models.common.norm import RMSNorm
+from titan_train.models.common.norm import RMSNorm, ZeroCentredRMSNorm
 from titan_train.models.common.shared_input import GatedInput, GeluInput, ModulatedNorm, SharedInput
 from titan_train.models.traits import traits_of
 from titan_train.parallel.tied import parameter_names
@@ -60,7 +60,7 @@ class NormedInput(NamedTuple):
         """Linears of the norm's output."""
         eps = self.norm.eps
         assert eps is not None
-        return titan_fp8.norm_linears(self.x, self.norm.weight, eps, weights, biases, recipe, caches=caches)
+        return titan_fp8.norm_linears(self.x, self.norm.gain, eps, weights, biases, recipe, caches=caches)
 
 
 class CastingNorm(RMSNorm):
@@ -72,7 +72,11 @@ class CastingNorm(RMSNorm):
 
     def compute(self, x: Tensor) -> Tensor:
         """The norm's output."""
-        return RMSNorm.forward(self, x)
+        return super().forward(x)
+
+
+class CastingZeroCentredNorm(CastingNorm, ZeroCentredRMSNorm):
+    """The same for a gain of one more than the weight."""
 
 
 class LayerNormedInput(NamedTuple):
@@ -379,6 +383,8 @@ def _named(block: nn.Module, name: str) -> Any:
 def _cast_in_norm(norm: nn.Module) -> None:
     if type(norm) is RMSNorm and norm.elementwise_affine:
         norm.__class__ = CastingNorm
+    elif type(norm) is ZeroCentredRMSNorm:
+        norm.__class__ = CastingZeroCentredNorm
     elif type(norm) is nn.LayerNorm and norm.elementwise_affine and getattr(norm, "bias", None) is not None:
         norm.__class__ = CastingLayerNorm
     elif type(norm) is ModulatedNorm:

@@ -38,6 +38,8 @@ class Setup:
     early_stop: bool = True
     """Recomputation of a whole block ends before what backward needs nothing of: its last product, the way back from experts.
     So does torch's checkpoint; Megatron's repeats everything."""
+    mlp_tiles: int = 1
+    """Parts of the sequence in which feed-forwards run, recomputed in backward."""
     recompute_share: float = 1.0
     """Share of the blocks that recompute is applied to."""
     precision: Precision = "bf16"

@@ -13,11 +13,21 @@ from titan_train.models.hf.folder import PREFIX, read_published, with_changes
 from titan_train.models.hf.plans import hf_plans
 from titan_train.models.hf.shape import shape_of_published
 from titan_train.models.registry import families, find_model, list_models
-from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape, StateSpaceShape
+from titan_train.models.shape import (
+    AttentionWidths,
+    Block,
+    DeltaShape,
+    ExpertsShape,
+    FeedForwardShape,
+    ModelShape,
+    StateSpaceShape,
+)
 from titan_train.values import did_you_mean
 
 _PLANNED = ("text", "diffusion")
-_PARTS = {"attention": AttentionWidths, "ffn": FeedForwardShape, "experts": ExpertsShape, "ssm": StateSpaceShape}
+_PARTS = {
+    "attention": AttentionWidths, "ffn": FeedForwardShape, "experts": ExpertsShape, "ssm": StateSpaceShape, "delta": DeltaShape,
+}  # fmt: skip
 
 
 def find_shape(name: str) -> ModelShape:

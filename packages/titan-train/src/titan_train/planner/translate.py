@@ -47,6 +47,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         schedule=config.pipeline.schedule,
         stages_per_rank=stages if p.pp > 1 else 1,
         recompute=recompute,  # type: ignore[arg-type]
+        mlp_tiles=config.activations.mlp_tiles,
         recompute_share=1 / config.activations.every if kind == "every" else 1.0,
         precision=_precision(config),  # type: ignore[arg-type]
         sharding="ddp" if p.mode == "ddp" else "fsdp",

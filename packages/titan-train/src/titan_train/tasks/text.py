@@ -71,7 +71,7 @@ class TextTask(Task):
 
     def context(self, config: Config, mesh: "Mesh", model: "nn.Module", dtype: "torch.dtype") -> "ContextParallelism":
         from titan_train.models.traits import traits_of
-        from titan_train.parallel.context import ContextParallelism, Heads
+        from titan_train.parallel.context import ContextParallelism, Heads, has_states
 
         heads = Heads.of(model, config.parallel.tp)
         return ContextParallelism(
@@ -81,6 +81,7 @@ class TextTask(Task):
             seq_len=config.model.seq_len,
             dtype=dtype,
             windows=traits_of(model).windows,
+            states=has_states(model),
         )
 
 

@@ -63,8 +63,8 @@ class MoEArgs(RoutingArgs):
         names = (field.name for field in dataclasses.fields(MoEArgs))
         return MoEArgs(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
-    def experts_shape(self) -> ExpertsShape:
-        """The layer's shape."""
+    def experts_shape(self, *, shared_gate: bool = False) -> ExpertsShape:
+        """The layer's shape; ``shared_gate`` as there."""
         return ExpertsShape(
             self.num_experts,
             self.experts_per_token,
@@ -72,6 +72,7 @@ class MoEArgs(RoutingArgs):
             self.num_shared_experts * self.expert_ffn_dim,
             max_groups=self.top_groups if self.num_groups > 1 else 0,
             normalized=self.normalize_weights,
+            shared_gate=shared_gate,
         )
 
     def _check_groups(self) -> None:

@@ -123,7 +123,7 @@ def document_positions(cu_seqlens: Tensor, seq_len: int) -> Tensor:
         ``[B, S]`` int64.
     """
     places = torch.arange(seq_len, device=cu_seqlens.device)
-    starts = cu_seqlens.long().gather(1, _document_of(cu_seqlens, places) - 1)
+    starts = cu_seqlens.long().gather(1, document_numbers(cu_seqlens, places) - 1)
     return places - starts
 
 
@@ -154,12 +154,17 @@ def document_mask(cu_seqlens: Tensor, seq_len: int) -> Tensor:
         ``[B, 1, S, S]`` bool: True where the key is in the query's document and not after the query.
     """
     places = torch.arange(seq_len, device=cu_seqlens.device)
-    document = _document_of(cu_seqlens, places)
+    document = document_numbers(cu_seqlens, places)
     same = document[:, :, None] == document[:, None, :]
     return (same & (places[:, None] >= places[None, :])).unsqueeze(1)
 
 
-def _document_of(cu_seqlens: Tensor, places: Tensor) -> Tensor:
-    """The document each place is in, counted from 1, ``[B, S]``: how many documents have started by then."""
+def document_numbers(cu_seqlens: Tensor, places: Tensor) -> Tensor:
+    """The document each place is in, counted from 1, ``[B, S]``: how many documents have started by then.
+
+    Args:
+        cu_seqlens: ``[B, N + 1]``, see `SequenceContext`.
+        places: ``[S]``, places in a row.
+    """
     rows = places.to(cu_seqlens.dtype).expand(cu_seqlens.shape[0], -1).contiguous()
     return torch.searchsorted(cu_seqlens.contiguous(), rows, right=True)

@@ -35,6 +35,9 @@ class Decoder(nn.Module):
     supports_kv_cache = True
     """Tokens meet only in `CausalAttention`, so generation may put a key-value cache there."""
 
+    token_wise = ("*layers.*.feed_forward", "*layers.*.moe.shared_experts")
+    """Feed-forwards that map each token by itself."""
+
     loss_head = "lm_head"
     """The linear to the vocabulary. Training may replace it by one that is also given the labels, and then returns the loss."""
 

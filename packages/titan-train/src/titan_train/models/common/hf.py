@@ -125,8 +125,11 @@ class HFConfig:
         """Note a value that the model here cannot do."""
         self._problems.append(text)
 
-    def rope(self, *kinds: str, default_theta: float = 10_000.0) -> dict[str, Any]:
-        """The rotary settings, as ``rope_parameters`` has them; ``rope_type`` is one of ``kinds``."""
+    def rope(self, *kinds: str, default_theta: float = 10_000.0, default_share: float | None = None) -> dict[str, Any]:
+        """The rotary settings, as ``rope_parameters`` has them; ``rope_type`` is one of ``kinds``.
+
+        ``default_share`` is for models that rotate part of a head: ``partial_rotary_factor`` where the file has none.
+        """
         settings: dict[str, Any] = dict(self.take("rope_parameters", default={}))
         settings |= self.take("rope_scaling", default={})
         settings["rope_theta"] = float(self.take("rope_theta", default=settings.get("rope_theta", default_theta)))
@@ -136,8 +139,9 @@ class HFConfig:
             self.problem(
                 f"rope_type={settings['rope_type']!r}, but this model can only do {' or '.join(map(repr, kinds))}"
             )
-        share = settings.pop("partial_rotary_factor", self.take("partial_rotary_factor", default=1.0))
-        if share != 1.0:
+        given = self.take("partial_rotary_factor", default=default_share or 1.0)
+        share = settings.setdefault("partial_rotary_factor", given)
+        if share != 1.0 and default_share is None:
             self.problem(f"partial_rotary_factor={share}, but this model rotates all channels it can")
         return settings
 

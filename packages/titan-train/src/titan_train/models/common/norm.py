@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from titan_fp8 import reference
 from torch import Tensor, nn
 
@@ -19,14 +20,39 @@ class RMSNorm(nn.RMSNorm):
     kernel: Callable[[Tensor, Tensor, float], Tensor] | None = None
     """What computes it instead, given input, weight and epsilon."""
 
+    @property
+    def gain(self) -> Tensor:
+        """What the normalized input is multiplied by, ``[K]``."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """``[..., K]`` to the same shape and dtype."""
+        gain = self.gain
         if self.kernel is not None and self.eps is not None:
-            return self.kernel(x, self.weight, self.eps)
-        plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32
+            return self.kernel(x, gain, self.eps)
+        plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype == gain.dtype == torch.float32
         if not plain or self.eps is None or torch.compiler.is_compiling():
-            return super().forward(x)
-        return cast(Tensor, _RMSNorm.apply(x, self.weight, self.eps))
+            return F.rms_norm(x, self.normalized_shape, gain, self.eps)
+        return cast(Tensor, _RMSNorm.apply(x, gain, self.eps))
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """RMSNorm whose gain is one more than its weight, so that weight decay pulls the gain to one."""
+
+    def reset_parameters(self) -> None:
+        """Start at a gain of one."""
+        nn.init.zeros_(self.weight)
+
+    @property
+    def gain(self) -> Tensor:
+        """``1 + weight``, in float32 at least: half precision would lose a small weight beside the one."""
+        return 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., K]`` to the same shape and dtype."""
+        if self.kernel is None and x.dtype.itemsize < 4:
+            return super().forward(x.float()).to(x.dtype)
+        return super().forward(x).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

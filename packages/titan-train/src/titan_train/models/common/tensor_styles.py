@@ -30,7 +30,8 @@ Style = Literal[
 - ``region``: a module (attention, feed-forward) whose first argument is made whole on every rank, and whose output is a
   partial sum that is summed over the ranks. It holds the cut linears.
 - ``colwise``: a linear cut by rows of its weight and bias: each rank computes some of the outputs.
-- ``heads``, ``kv_heads``: colwise in whole attention heads; the module that holds it, or a module beside it, counts
+- ``heads``, ``kv_heads``: colwise in whole attention heads (so are a module's numbers for each head, and the taps of a
+  depthwise convolution); the module that holds it, or a module beside it, counts
   them in its attributes ``num_heads`` and ``num_kv_heads``, which become this rank's numbers.
 - ``heads_norm``, ``kv_heads_norm``: an RMSNorm over all heads at once, between such a linear and attention, cut in the same
   way: the mean square is taken over the ranks.

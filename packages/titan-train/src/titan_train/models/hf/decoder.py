@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from titan_train.models.common.attention import document_positions, row_positions
+from titan_train.models.common.attention import CausalAttention, document_positions, row_positions
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.tensor_styles import Style, StyleTable
 from titan_train.models.hf.attention import CONTEXT, WindowedContext, window_mask
@@ -123,6 +123,13 @@ class HFDecoder(HFModel):
         return table
 
     @property
+    def token_wise(self) -> tuple[str, ...]:
+        """Its dense feed-forwards, which map each token by itself."""
+        regions = [name for name, style in self.tensor_styles.items() if style == "region" and "*" not in name]
+        named = [name for name in regions if name.endswith(f".{self.plan.feed_forward}")]
+        return tuple(name for name in named if not _mixes_tokens(self.get_submodule(name)))
+
+    @property
     def supports_kv_cache(self) -> bool:
         """Generation's cache sees all earlier positions and nothing else, so windows, states and sinks rule it out."""
         return not (self.windows or self.has_state or self.has_sinks or self.plan.own_attention)
@@ -211,6 +218,11 @@ class HFDecoder(HFModel):
         vars(stage.config).update(changed)  # not by its setters: they compare the fields with each other
         stage.holds_embedding, stage.holds_head = first, last
         return stage
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    """Whether a module is attention or carries a state: in some families they have the name of a feed-forward."""
+    return has_state(module) or any(isinstance(inner, CausalAttention) for inner in module.modules())
 
 
 def _apart_from(module: nn.Module, path: str, names: set[str]) -> Iterator[nn.Module]:

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titan_train.config import ActivationsConfig, Config
 from titan_train.parallel.activations.offload import offload_activations
+from titan_train.parallel.activations.tiles import check_tiles, tile_token_wise
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
 _FLOAT8_MATMULS = ("scaled_mm", "grouped_scaled_mm")
@@ -60,6 +61,7 @@ def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], co
         blocks: Its repeated blocks, in order.
         config: What to do.
     """
+    tile_token_wise(model, config)
     context_fn = functools.partial(_keep_costly, config.matmul_every) if config.checkpoint == "selective" else None
     for module in recomputed_modules(model, blocks, config):
         _recompute(module, context_fn)
@@ -269,6 +271,7 @@ def check_activations(config: Config, model: nn.Module) -> None:
         ValueError: Names the keys.
     """
     check_patterns(model, config.activations)
+    check_tiles(model, config.activations)
     if config.activations.offload and config.compile.enabled:
         raise ValueError(
             "activations.offload=true and compile.enabled=true: a compiled block decides what it saves, and cannot be told "

@@ -138,6 +138,8 @@ def _rows_or_columns(name: str, style: Style, module: nn.Module) -> int:
     weight = getattr(module, "weight", None)
     if style in _NORMS and weight is not None and weight.ndim == 1:
         return weight.shape[0]
+    if style in ("heads", "kv_heads") and weight is not None and weight.ndim != 2:
+        return weight.shape[0]  # one number of each head, or the taps of a convolution of its channels
     if weight is None or weight.ndim != 2 or style in _NORMS:
         raise ValueError(
             f"the table says {style} for {name}, a {type(module).__name__}: only a module with a two-dimensional weight "

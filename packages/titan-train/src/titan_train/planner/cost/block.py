@@ -6,7 +6,7 @@ router), ``pointwise`` (norms, gates, residuals). Transfers inside a block are `
 
 from dataclasses import dataclass, field, replace
 
-from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape
+from titan_train.models.shape import AttentionWidths, Block, DeltaShape, ExpertsShape, FeedForwardShape, StateSpaceShape
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.cost.links import Span, exchange_seconds, gather_seconds
 from titan_train.planner.cost.products import DeviceRates, cast_seconds, plain_precision, product_seconds, rates
@@ -86,16 +86,9 @@ def _block_cost(c: Context, block: Block) -> BlockCost:
     cost = BlockCost()
     if block.attention is not None:
         _attention(c, block.attention, cost)
-    if block.ssm is not None:
-        s = block.ssm
-        _products(
-            c,
-            cost,
-            "products",
-            [(c.dim, 2 * s.inner + 2 * s.groups * s.state + s.heads, c.dim), (s.inner, c.dim, s.inner)],
-        )
-        scan = _SCAN_OPERATIONS * c.setup.tokens * s.inner * s.state / c.setup.tp / c.machine.vector
-        cost.add("attention", scan, 2.5 * scan)
+    if block.carried is not None:
+        _carried(c, block.carried, cost)
+    before = cost.forward.get("products", 0.0)
     if isinstance(block.ffn, FeedForwardShape):
         f = block.ffn
         _products(c, cost, "products", [(c.dim, (f.matrices - 1) * f.hidden, c.dim), (f.hidden, c.dim, f.hidden)])
@@ -104,7 +97,22 @@ def _block_cost(c: Context, block: Block) -> BlockCost:
     _pointwise(c, block, cost)
     _tensor_transfers(c, block, cost)
     _recompute(c, block, cost)
+    if c.setup.mlp_tiles > 1:
+        of_tiles = cost.forward.get("products", 0.0) - before
+        cost.recompute["products"] = cost.recompute.get("products", 0.0) + of_tiles
     return cost
+
+
+def _carried(c: Context, s: StateSpaceShape | DeltaShape, cost: BlockCost) -> None:
+    """A layer with a state: over context ranks one all-gather of a map and a state of each head, for each cut document."""
+    _products(c, cost, "products", [(c.dim, s.projected, c.dim), (s.inner, c.dim, s.inner)])
+    scan = _SCAN_OPERATIONS * c.setup.tokens * s.inner * s.state / c.setup.tp / c.machine.vector
+    cost.add("attention", scan, 2.5 * scan)
+    if c.setup.cp > 1:
+        of_map = s.state**2 if isinstance(s, DeltaShape) else 1
+        sent = 2 * 4.0 * s.heads * (of_map + s.state * s.head_dim) / c.setup.tp  # zig-zag: two pieces a rank
+        gather = gather_seconds(sent * c.setup.cp, c.cp) + c.cp.latency_s
+        cost.add("cp", gather, gather)
 
 
 def _products(c: Context, cost: BlockCost, operator: str, shapes: list[tuple[int, int, int]]) -> None:
@@ -137,7 +145,11 @@ def _attention(c: Context, a: AttentionWidths, cost: BlockCost) -> None:
         ]
     else:
         kv = (1 if a.shared_kv else 2) * a.kv_heads * a.head_dim
-        shapes = [(a.q_lora, q, a.q_lora), (dim, (a.q_lora + kv) * setup.tp, dim)] if a.q_lora else [(dim, q + kv, dim)]
+        shapes = (
+            [(a.q_lora, q, a.q_lora), (dim, (a.q_lora + kv) * setup.tp, dim)]
+            if a.q_lora
+            else [(dim, (2 if a.gated else 1) * q + kv, dim)]
+        )
         # grouped: each of the groups has its part of the heads
         out = a.o_groups * a.o_lora
         shapes += [(q // a.o_groups, out, q), (out, dim, out)] if a.o_lora else [(q, dim, q)]
@@ -287,7 +299,7 @@ def _tensor_transfers(c: Context, block: Block, cost: BlockCost) -> None:
     """Gather and reduce-scatter around each of a block's two halves; one more gather of the input in backward."""
     if c.setup.tp == 1:
         return
-    halves = (block.attention is not None or block.ssm is not None) + isinstance(block.ffn, FeedForwardShape)
+    halves = (block.attention is not None or block.carried is not None) + isinstance(block.ffn, FeedForwardShape)
     if isinstance(block.ffn, ExpertsShape) and block.ffn.shared_hidden:
         halves += 1
     activations = 2.0 * c.setup.tokens * c.dim

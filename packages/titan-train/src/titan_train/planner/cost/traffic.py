@@ -131,6 +131,10 @@ def _context_parallel(traffic: Traffic, setup: Setup, layers: list[Block], eleme
     again = 1 if setup.recompute == "full" else 0
     for block in layers:
         a = block.attention
+        if block.delta is not None:  # maps and states of two cut pieces a rank, and again where backward runs the layer
+            d = block.delta
+            state = 2 * 4 * d.heads * d.state * (d.state + d.head_dim) / setup.tp
+            traffic.add("cp", "all_gather", m * (3 + again), n * state)
         if a is None:
             continue
         q = setup.tokens * a.heads * a.head_dim * element_bytes / setup.tp

@@ -76,6 +76,8 @@ def closed_form(config: Config, shape: ModelShape, setup: Setup, layers: Sequenc
     selective = config.activations.checkpoint == "selective" and config.activations.matmul_every == 2
     if again is None and not selective:
         return None
+    if not (again and all(again)) and any(block.only_counted for block in shape.blocks):
+        return None
     setup = replace(setup, recompute="selective" if selective else "none", recompute_share=1.0)
     at = replace(tokens_of(setup), rows=rows, sequence_parallel=config.parallel.sequence_parallel)
     return stage_saved_bytes(

@@ -37,6 +37,7 @@ def tokens_of(setup: Setup) -> RankTokens:
         seq_len=setup.seq_len // setup.cp,
         element=4 if setup.precision == "fp32" else 2,
         tp=setup.tp,
+        tiles=setup.mlp_tiles,
         float8=0 if not setup.float8 else 2 if setup.precision == "blockwise" else 1,
         fused_norms=setup.float8 and setup.tp == setup.pp == 1,
     )
@@ -57,7 +58,9 @@ def working_bytes(shape: ModelShape, setup: Setup) -> float:
             again = max(0.0, shape.kept(replace(setup, recompute="none")) - shape.kept(setup))
         else:
             again = _recomputed(block, shape.dim, setup, at)
-        return again + 2 * 2.0 * _widest(block, shape.dim) * at.whole / at.tp
+        return (
+            again + _of_a_tile(block, shape.dim, setup, at) + 2 * 2.0 * _widest(block, shape.dim, at) * at.whole / at.tp
+        )
 
     return _memo(shape, setup, "working", working, lambda found: max(found, default=0.0))
 
@@ -70,7 +73,8 @@ def _memo(
     combine: Callable[[Iterator[float]], float],
 ) -> float:
     key = (
-        name, setup.recompute, setup.recompute_modules, setup.recompute_share, setup.early_stop, setup.stack, setup.precision,
+        name, setup.recompute, setup.mlp_tiles, setup.recompute_modules, setup.recompute_share, setup.early_stop, setup.stack,
+        setup.precision,
         setup.ep > 1, setup.tp, setup.pp > 1, setup.microbatch, setup.seq_len // setup.cp,
     )  # fmt: skip
     if key not in shape.memo:
@@ -98,16 +102,29 @@ def _recomputed(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     return max(0.0, _everything(block, dim, plain, at) - kept)
 
 
+def _of_a_tile(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
+    """Bytes of a feed-forward's hidden layers that come to life again for one tile of tokens."""
+    if at.tiles == 1:
+        return 0.0
+    plain = replace(setup, recompute="none", recompute_modules=(), mlp_tiles=1)
+    whole, kept = (_everything(block, dim, plain, replace(at, tiles=tiles)) for tiles in (1, at.tiles))
+    return (whole - kept) / at.tiles
+
+
 def _everything(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     """Bytes of a block that recomputes nothing, or modules of Megatron's."""
     f = block.ffn
-    plain = block.attention is not None and f is not None and not (block.ssm or block.modulation)
+    plain = (
+        block.attention is not None
+        and f is not None
+        and not (block.carried or block.modulation or block.attention.gated)
+    )
     if plain and not setup.recompute_modules and not block.attention.cross_tokens:  # pyright: ignore[reportOptionalMemberAccess]
         if setup.stack == "compile" and not (isinstance(f, ExpertsShape) and f.latent_dim):
             return _compiled(block, dim, at)
         if setup.stack == "eager" and has_closed_form(block):
             return block_saved_bytes(block, dim, at)
-    return _estimated(block, dim, setup) * at.whole / at.tp
+    return _estimated(block, dim, setup, at) * at.whole / at.tp
 
 
 def _compiled(block: Block, dim: int, at: RankTokens) -> float:
@@ -133,13 +150,16 @@ def _compiled(block: Block, dim: int, at: RankTokens) -> float:
     if not layer_norm:
         total += _WIDE * at.seq_len * (a.rope_dim or a.head_dim)
     if isinstance(f, FeedForwardShape):
+        if at.tiles > 1:
+            return total + n * e * dim
         return total + n * (given * dim + (e * (f.matrices - 1) + given) * (f.hidden // at.tp))
     assert isinstance(f, ExpertsShape)
     k = f.per_token
     total += r * (_WIDE * (dim + f.num_experts) + (3 * _INDEX + _WIDE) * k) + _WIDE * f.num_experts * dim  # router
     total += r * k * (e * (2 * dim + f.matrices * f.hidden) + cast * (dim + f.hidden))
     if f.shared_hidden:
-        total += n * (given * dim + (e * (f.matrices - 1) + given) * (f.shared_hidden // at.tp))
+        hidden = 0 if at.tiles > 1 else (e * (f.matrices - 1) + given) * (f.shared_hidden // at.tp)
+        total += n * (given * dim + hidden)
     return total
 
 
@@ -167,8 +187,8 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
         kept += r * k * (_INDEX if setup.stack == "compile" else _INDEX + _WIDE)  # which experts, with which scores
         if setup.ep > 1:  # what was sent to experts, and what came back
             kept += 2 * e * r * k * (block.ffn.latent_dim or dim)
-    if block.ssm is not None:
-        kept += 2 * e * n * block.ssm.inner / at.tp
+    if block.carried is not None:
+        kept += 2 * e * n * block.carried.inner / at.tp
     return kept
 
 
@@ -203,7 +223,7 @@ def _modulated_products(block: Block, heads: int, dim: int, hidden: int) -> list
     return [0, 0, 0, 0, 0, heads, heads, heads, 0, dim, 0, 0, hidden, dim]
 
 
-def _estimated(block: Block, dim: int, setup: Setup) -> float:
+def _estimated(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     """Bytes for each token, before tensor parallelism cuts them. Of recomputed modules the input alone is kept."""
     modules = set(setup.recompute_modules)
     inputs = _FLOAT8_INPUTS if setup.float8 and setup.te else 1.0
@@ -217,10 +237,15 @@ def _estimated(block: Block, dim: int, setup: Setup) -> float:
     if block.ssm is not None:
         s = block.ssm
         kept += 2.0 * (5 * s.inner + 4 * s.groups * s.state)
-    if isinstance(block.ffn, FeedForwardShape) and "mlp" not in modules:
+    if (
+        block.delta is not None
+    ):  # the projections' results, the state layer's, and the gated product; the rest is run again
+        kept += 2.0 * (block.delta.projected + (2 + inputs) * block.delta.inner)
+    if isinstance(block.ffn, FeedForwardShape) and "mlp" not in modules and at.tiles == 1:
         kept += 2.0 * block.ffn.hidden * (block.ffn.matrices - 1 + inputs)
     elif isinstance(block.ffn, ExpertsShape):
-        kept += _experts(block.ffn, dim, inputs, modules, returned=not setup.te)
+        shared = block.ffn.shared_hidden if at.tiles == 1 else 0
+        kept += _experts(replace(block.ffn, shared_hidden=shared), dim, inputs, modules, returned=not setup.te)
     if setup.stack == "eager" and block.norms <= 2:
         kept += _float32_copies(block, dim, halves)
     if block.modulation:  # what the gates are multiplied with
@@ -265,7 +290,8 @@ def _attention(a: AttentionWidths, dim: int, inputs: float, modules: set[str]) -
         if "mla_up_proj" in modules:
             return out + latents
         return out + latents + heads
-    return out + 2.0 * (a.heads + 2 * a.kv_heads) * a.head_dim
+    gate = 4.0 * a.heads * a.v_dim if a.gated else 0.0  # itself, and what it multiplies
+    return out + gate + 2.0 * (a.heads + 2 * a.kv_heads) * a.head_dim
 
 
 def _experts(e: ExpertsShape, dim: int, inputs: float, modules: set[str], *, returned: bool) -> float:
@@ -279,15 +305,15 @@ def _experts(e: ExpertsShape, dim: int, inputs: float, modules: set[str], *, ret
     return e.per_token * (routed + hidden) + shared + 8.0 * e.num_experts
 
 
-def _widest(block: Block, dim: int) -> float:
-    """Elements a token of the largest tensor in a block."""
+def _widest(block: Block, dim: int, at: RankTokens) -> float:
+    """Elements a token of the largest tensor in a block; tiles make a feed-forward's narrower on the mean."""
     widest = float(dim)
     if block.attention is not None:
         widest = max(widest, block.attention.heads * block.attention.head_dim)
     if isinstance(block.ffn, FeedForwardShape):
-        widest = max(widest, block.ffn.hidden)
+        widest = max(widest, block.ffn.hidden / at.tiles)
     elif isinstance(block.ffn, ExpertsShape):
         widest = max(widest, block.ffn.per_token * max(block.ffn.hidden, block.ffn.latent_dim or dim))
-    if block.ssm is not None:
-        widest = max(widest, 2 * block.ssm.inner)
+    if block.carried is not None:
+        widest = max(widest, 2 * block.carried.inner)
     return widest

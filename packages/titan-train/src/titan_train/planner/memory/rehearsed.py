@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from titan_train.config import ActivationsConfig
 from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
+from titan_train.parallel.activations.tiles import tiled_modules
 
 
 def rehearse_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> None:
@@ -26,6 +28,8 @@ def rehearse_activation_checkpointing(model: nn.Module, blocks: list[nn.Module],
     Raises:
         ValueError: A pattern matches no module.
     """
+    for module in tiled_modules(model, config):
+        _rehearse(module, None)
     for module in recomputed_modules(model, blocks, config):
         _rehearse(module, config.matmul_every if config.checkpoint == "selective" else None)
 
@@ -45,7 +49,7 @@ def _rehearse(module: nn.Module, matmul_every: int | None) -> None:
                 with KeepCostly(SelectivePolicy(matmul_every)) as region:
                     output = inner(*args, **kwargs)
                 results = region.kept_tensors()
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         _Keep.apply(torch.empty(0, requires_grad=True), *given, *results)
         return output
 

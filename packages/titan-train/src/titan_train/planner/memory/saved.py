@@ -27,6 +27,8 @@ class RankTokens:
     sequence_parallel: bool = True
     float8: int = 0
     """Bytes of an element that a float8 product keeps of its input; 0 computes in ``element``."""
+    tiles: int = 1
+    """Parts of the sequence in which feed-forwards run; of more than one the input alone is kept."""
     fused_norms: bool = False
     """Norms in front of float8 products normalize and cast in one pass, and keep their input."""
 
@@ -80,7 +82,7 @@ def stage_saved_bytes(
 def has_closed_form(block: Block) -> bool:
     """Whether `block_saved_bytes` knows the block: causal attention over all tokens, and a feed-forward without a latent."""
     a, f = block.attention, block.ffn
-    if a is None or f is None or block.ssm is not None or not a.causal or a.window or a.cross_tokens:
+    if a is None or f is None or block.carried or not a.causal or a.gated or a.window or a.cross_tokens:
         return False
     return not (isinstance(f, ExpertsShape) and (f.latent_dim or not f.gated or f.bias))
 
@@ -143,6 +145,8 @@ def _latent_attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
 
 def _feed_forward(hidden: int, dim: int, at: RankTokens, *, gated: bool) -> int:
     hidden //= at.tp
+    if at.tiles > 1:
+        return at.element * at.whole * dim
     if at.float8:  # the activation and the product's cast are one pass
         return at.whole * (at.input * dim + ((2 if gated else 1) * at.element + at.float8) * hidden)
     return at.element * at.whole * (dim + (4 if gated else 2) * hidden)
@@ -160,7 +164,8 @@ def _experts(f: ExpertsShape, dim: int, at: RankTokens) -> int:
     if not f.shared_hidden:
         return router + rows
     same_input = e == _WIDE and (at.tp == 1 or not at.sequence_parallel)  # the router saves the same tensor
-    shared = e * at.whole * (4 * (f.shared_hidden // at.tp) + (0 if same_input else dim))
+    hidden = 0 if at.tiles > 1 else 4 * (f.shared_hidden // at.tp)
+    shared = e * at.whole * (hidden + (0 if same_input else dim))
     return router + rows + shared
 
 

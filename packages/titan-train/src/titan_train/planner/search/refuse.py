@@ -42,7 +42,6 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 def exchanges(shape: ModelShape, setup: Setup) -> Iterator[tuple[str, Setup]]:
     """The same devices with fewer data-parallel ranks: the sequence or the heads are cut instead, the least cut first."""
-    attention = [b.attention for b in shape.blocks if b.attention is not None]
     full = replace(setup, recompute="full", recompute_modules=(), microbatch=1)
     for factor in (2, 4, 8, 16, 32):
         if setup.dp_shard % factor:
@@ -51,7 +50,7 @@ def exchanges(shape: ModelShape, setup: Setup) -> Iterator[tuple[str, Setup]]:
         if setup.seq_len % (2 * cp * setup.tp) == 0:
             words = f"cp={cp}, dp_shard={setup.dp_shard // factor}, full recomputation, microbatch 1"
             yield words, replace(full, cp=cp, dp_shard=setup.dp_shard // factor)
-        if all(a.heads % tp == 0 and (a.latent or a.kv_heads % tp == 0) for a in attention):
+        if all(block.splits(tp) for block in shape.blocks):
             words = f"tp={tp}, dp_shard={setup.dp_shard // factor}, full recomputation, microbatch 1"
             yield words, replace(full, tp=tp, dp_shard=setup.dp_shard // factor)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
-from titan_train.models.shape import AttentionWidths, ExpertsShape, ModelShape
+from titan_train.models.shape import ExpertsShape, ModelShape
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.cost.schedules import schedules_for
 from titan_train.planner.hardware.machine import Machine
@@ -58,10 +58,9 @@ class PlanRequest:
 def degrees(request: PlanRequest) -> Iterator[dict[str, int]]:
     """Legal degrees, without batch and schedule."""
     shape, gpus = request.shape, request.gpus
-    attention = [b.attention for b in shape.blocks if b.attention is not None]
     experts = [b.ffn for b in shape.blocks if isinstance(b.ffn, ExpertsShape)]
     for tp in _values(request, "tp", min(request.machine.domain, 64)):
-        if not all(_splits(a, tp) for a in attention):
+        if not all(block.splits(tp) for block in shape.blocks):
             continue
         for cp in _values(request, "cp", max(1, request.seq_len // _LEAST_TOKENS)):
             if request.seq_len % (2 * cp * tp) and cp * tp > 1:
@@ -142,7 +141,3 @@ def _replicas(request: PlanRequest, dp: int, inner: int) -> tuple[int, ...]:
         if shard > 1 and dp % shard == 0 and dp > shard:
             found.add(dp // shard)
     return tuple(sorted(found))
-
-
-def _splits(a: AttentionWidths, tp: int) -> bool:
-    return a.heads % tp == 0 and (a.latent or a.kv_heads % tp == 0)
