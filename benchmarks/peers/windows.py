@@ -2,8 +2,9 @@
 
 Method: the same tokens (uint16) are stored three ways. Each turn makes ``--batches`` batches of 8 x 2048 int64 inputs and
 labels as tensors on one thread, in shuffled order. Ours also give positions that restart at each document, document
-boundaries and labels masked where documents meet; the others give tokens alone, and ``memmap, positions and boundaries``
-does by hand what ours do. The sum of all inputs of one pass must be the same.
+boundaries and labels masked where documents meet. ``Arrow`` and ``memmap`` give inputs and labels alone, and so does
+``titan-train, plain``, but for positions; ``memmap, by hand`` makes from the tokens what ours do. The sum of all inputs of
+one pass must be the same.
 
 Limits: warm page cache, one thread, no prefetch.
 
@@ -18,6 +19,7 @@ import torch
 import turns
 
 SEQ_LEN, ROWS, EOS = 2048, 8, 0
+FINGERPRINT = "00" * 16
 
 
 def main() -> None:
@@ -37,37 +39,34 @@ def measure(folder: Path, options) -> None:
     import datasets
     from titan_train.data import DataLoader
     from titan_train.data.loader.packed import PackedDataset
+    from titan_train.data.shards.format import ShardWriter
+    from titan_train.data.shards.token_source import ShardedTokens
 
     datasets.disable_progress_bars()
     windows = ROWS * options.batches
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 32000, windows * SEQ_LEN + 1).astype(np.uint16)
     ends = np.cumsum(rng.integers(50, 3000, windows * 2))
-    ends = ends[ends < tokens.size]
-    tokens[ends - 1] = EOS
+    ends = np.append(ends[ends < tokens.size], tokens.size)
+    tokens[ends[:-1] - 1] = EOS
     tokens.tofile(folder / "tokens.bin")
     stored = np.memmap(folder / "tokens.bin", dtype=np.uint16, mode="r")
-
-    class Stored:
-        num_tokens, fingerprint = stored.size, "the same"
-
-        def window(self, start, n):
-            return stored[start : start + n]
-
-        def document_starts(self, start, n):
-            low, high = np.searchsorted(ends, (start + 1, start + n))
-            return ends[low:high] - start
-
-    ours = PackedDataset({"a": Stored()}, seq_len=SEQ_LEN, seed=0)
+    writer = ShardWriter(folder, "shard", vocab_size=32000, tokenizer_fingerprint=FINGERPRINT)
+    for document in np.split(tokens, ends[:-1]):
+        writer.append([document])
+    sharded = ShardedTokens(
+        [folder], [writer.close()], tokenizer_fingerprint=FINGERPRINT, fingerprint=FINGERPRINT, verify="header"
+    )
+    ours = PackedDataset({"a": sharded}, seq_len=SEQ_LEN, seed=0)
+    plain = PackedDataset({"a": sharded}, seq_len=SEQ_LEN, seed=0, document_mask=False, mask_boundary_labels=False)
     rows = np.stack([tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(windows)])
     features = datasets.Features({"ids": datasets.List(datasets.Value("uint16"), length=SEQ_LEN + 1)})
     datasets.Dataset.from_dict({"ids": rows}, features=features).save_to_disk(folder / "arrow")
     arrow = datasets.load_from_disk(folder / "arrow").with_format("numpy")
     order = rng.permutation(windows).reshape(-1, ROWS)
 
-    def titan():
-        loader = DataLoader(ours, global_batch=ROWS, microbatch=ROWS, prefetch=0, steps=options.batches)
-        return sum(int(batch.tokens[0, 0]) for batch in loader)
+    def titan(dataset):
+        return DataLoader(dataset, global_batch=ROWS, microbatch=ROWS, prefetch=0, steps=options.batches)
 
     def batches(kind):
         for chosen in order:
@@ -93,11 +92,13 @@ def measure(folder: Path, options) -> None:
         return place - starts, torch.nn.utils.rnn.pad_sequence(bounds, batch_first=True, padding_value=SEQ_LEN)
 
     sums = {kind: sum(int(b[0].sum()) for b in batches(kind)) for kind in ("arrow", "memmap", "by hand")}
-    loader = DataLoader(ours, global_batch=ROWS, microbatch=ROWS, prefetch=0, steps=options.batches)
-    sums["titan"] = sum(int(batch.tokens.sum()) for batch in loader)
+    sums |= {name: sum(int(b.tokens.sum()) for b in titan(d)) for name, d in (("titan", ours), ("plain", plain))}
     if len(set(sums.values())) > 1:
         raise SystemExit(f"the windows differ, so there is nothing to compare: {sums}")
-    contestants = {"titan-train": turns.timed(titan)} | {
+    contestants = {
+        name: turns.timed(lambda dataset=dataset: sum(int(b.tokens[0, 0]) for b in titan(dataset)))
+        for name, dataset in (("titan-train", ours), ("titan-train, plain", plain))
+    } | {
         name: turns.timed(lambda kind=kind: sum(int(b[0][0, 0]) for b in batches(kind)))
         for name, kind in (("datasets, Arrow", "arrow"), ("memmap", "memmap"), ("memmap, by hand", "by hand"))
     }

@@ -77,7 +77,6 @@ class HostBatch:
 
 def row_boundaries(starts: list[npt.NDArray[np.int64]], length: int) -> npt.NDArray[np.int32]:
     """`Batch.cu_seqlens` of rows whose documents begin at ``starts``; a start at ``length`` reads as padding."""
-    """`Batch.cu_seqlens` of rows whose documents begin at ``starts``; a start at ``length`` reads as padding."""
     columns = _MIN_BOUNDARIES
     while columns < max(start.size for start in starts) + 2:
         columns *= 2

@@ -16,7 +16,6 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -193,10 +192,7 @@ class PackedDataset(BatchSource):
         Raises:
             ValueError: If a sample number is negative, or asks for more passes over a source than are allowed.
         """
-        numbers = np.atleast_1d(np.asarray(samples, dtype=np.int64))
-        if numbers.size and int(numbers.min()) < 0:
-            raise ValueError(f"sample {int(numbers.min())} does not exist: samples are numbered from 0.")
-        source, local = self._mixture.locate(numbers)
+        source, local = self._mixture.locate(_sample_numbers(samples))
         epoch, window = np.empty_like(local), np.empty_like(local)
         for number in np.unique(source).tolist():
             mine = np.flatnonzero(source == number)
@@ -232,24 +228,31 @@ class PackedDataset(BatchSource):
             labels[number] = row.tokens[1:]
             if row.learned is not None:
                 labels[number, ~row.learned[1:]] = ignore_index
-            if self.mask_boundary_labels:
-                labels[number, row.document_starts - 1] = ignore_index
-        positions[:] = self._places
+        if self.mask_boundary_labels:
+            last = [start + (number * length - 1) for number, start in enumerate(starts)]
+            labels.reshape(-1)[np.concatenate(last)] = ignore_index
         if not self.document_mask:
+            positions[:] = self._places
             return HostBatch(tokens, labels, positions, None, length, samples_consumed)
-        boundaries = row_boundaries(starts, length)
-        for row, start in enumerate(starts):
-            bounds = [*start.tolist(), length]
-            for first, end in pairwise(bounds):  # slices cost less than an index
-                positions[row, first:end] = self._places[: end - first]
-        return HostBatch(
-            tokens, labels, positions, boundaries, int((boundaries[:, 1:] - boundaries[:, :-1]).max()), samples_consumed
-        )
+        flat, longest = positions.reshape(-1), 0
+        for number, start in enumerate(starts):
+            first = number * length
+            for place in (*start.tolist(), length):  # slices cost less than an index
+                end = number * length + place
+                flat[first:end] = self._places[: end - first]
+                longest, first = max(longest, end - first), end
+        return HostBatch(tokens, labels, positions, row_boundaries(starts, length), longest, samples_consumed)
 
     def rows(self, samples: npt.ArrayLike) -> list[Row]:
-        where = self.locate(samples)
-        pairs = zip(where.source.tolist(), where.window.tolist(), strict=True)
-        return [self._rows[source].read(window) for source, window in pairs]
+        source, local = self._mixture.locate(_sample_numbers(samples))
+        rows: list[Row] = []
+        # A microbatch is few samples: to look each up takes less time than `locate`, which is for many.
+        for number, index in zip(source.tolist(), local.tolist(), strict=True):
+            chunk, place = divmod(index, _CHUNK)
+            epochs, windows = self._chunk(number, chunk)
+            self._check_epochs(number, int(epochs[place]))
+            rows.append(self._rows[number].read(int(windows[place])))
+        return rows
 
     def tokens(self, samples: npt.ArrayLike, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Tokens of samples, inputs and labels in one.
@@ -283,3 +286,10 @@ class PackedDataset(BatchSource):
                 f"source {name!r} has been read {limit} times, the limit set by data.sources[{name!r}].max_epochs={limit}, but "
                 "the run needs more. Train fewer steps, lower its weight, or raise max_epochs (0: no limit)."
             )
+
+
+def _sample_numbers(samples: npt.ArrayLike) -> IndexArray:
+    numbers = np.atleast_1d(np.asarray(samples, dtype=np.int64))
+    if numbers.size and int(numbers.min()) < 0:
+        raise ValueError(f"sample {int(numbers.min())} does not exist: samples are numbered from 0.")
+    return numbers

@@ -116,8 +116,10 @@ class ShardedTokens:
             # An end is the next document's start; the last end of a shard is the first start of the next.
             first, last = start + 1 - self._starts[number], start + n - self._starts[number]
             ends = self._shards[number].document_ends
-            low, high = np.searchsorted(ends, np.array([max(first, 0), last], dtype=np.uint64))
-            found.append(ends[low:high].astype(np.int64) + (self._starts[number] - start))
+            low, high = ends.searchsorted(np.array([max(first, 0), last], dtype=np.uint64)).tolist()
+            inside = ends[low:high].astype(np.int64)
+            inside += self._starts[number] - start
+            found.append(inside)
             number += 1
         return found[0] if len(found) == 1 else np.concatenate(found)
 
