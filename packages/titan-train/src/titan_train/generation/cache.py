@@ -63,37 +63,43 @@ class CachedAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
         """Store the new keys and values, then attend; shapes as in `CausalAttention.forward`."""
+        if self.in_use.even and q.shape[1] == 1:
+            return self._next_of_even_rows(q, k, v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         empty = self.keys is None
         if self.keys is None or self.values is None:
             self.keys, self.values = (x.new_zeros((*x.shape[:2], self.length, x.shape[3])) for x in (k, v))
         positions = context.positions.expand(k.shape[0], -1)
         used = self.length if self.in_use.used is None else self.in_use.used
-        single = q.shape[2] == 1
         for into, x in ((self.keys, k), (self.values, v)):
-            if single and self.in_use.even:
-                into[:, :, used - 1 : used] = x
-            else:
-                into.scatter_(2, positions[:, None, :, None].expand_as(x), x)
+            into.scatter_(2, positions[:, None, :, None].expand_as(x), x)
         keys, values = self.keys[:, :, :used], self.values[:, :, :used]
         if empty and torch.equal(positions, torch.arange(k.shape[2], device=positions.device).expand_as(positions)):
             return attend(q, k, v, None).transpose(1, 2)  # a prompt: nothing else is in the cache, so no mask of S x T
-        if single:
-            return self._one_token(q, keys, values, positions)
         visible = torch.arange(used, device=positions.device) <= positions[:, None, :, None]
+        if q.shape[2] == 1:
+            return _one_token(q.transpose(1, 2), keys, values, visible)
         return attend(q, keys, values, visible).transpose(1, 2)
 
-    def _one_token(self, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        """``[B, H, 1, D]`` to ``[B, 1, H, E]``."""
-        width = values.shape[-1]
-        if width < q.shape[-1] and not q.is_cuda:  # the CPU's kernel needs values as wide as keys
-            values = F.pad(values, (0, q.shape[-1] - width))
-        mask = None
-        if not self.in_use.even:
-            mask = torch.arange(keys.shape[2], device=positions.device) <= positions[:, None, :, None]
-        rows = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
-        return out.reshape(*q.shape)[..., :width].transpose(1, 2)
+    def _next_of_even_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One token, the last position in use of every row, so that it sees all of them: nothing to look up or to mask."""
+        assert self.keys is not None, "a row has a prompt"
+        assert self.values is not None
+        assert self.in_use.used is not None
+        keys, values = (x.narrow(2, 0, self.in_use.used) for x in (self.keys, self.values))
+        for into, x in ((keys, k), (values, v)):
+            into.narrow(2, self.in_use.used - 1, 1).copy_(x.transpose(1, 2))
+        return _one_token(q, keys, values, None)
+
+
+def _one_token(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """``[B, 1, H, D]`` to ``[B, 1, H, E]``."""
+    width = values.shape[-1]
+    if width < q.shape[-1] and not q.is_cuda:  # the CPU's kernel needs values as wide as keys
+        values = F.pad(values, (0, q.shape[-1] - width))
+    rows = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+    return out.reshape(*q.shape[:3], -1)[..., :width]
 
 
 class CachedDelta(DeltaRule):

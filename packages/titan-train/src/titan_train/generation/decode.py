@@ -121,10 +121,12 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
             with torch.no_grad():  # not around the yield: that would turn the caller's gradients off, too
                 with _eager_unless(how.compiled and step > 0):
                     logits = next_logits(model, tokens, lengths, step)[:, : how.vocab_size]
-                seen = _seen(tokens, lengths, logits.shape[-1]) if seen is None else seen
+                if seen is None and how.sampling.repetition_penalty != 1:
+                    seen = _seen(tokens, lengths, logits.shape[-1])
                 chosen = choose_tokens(logits, seen, how.sampling, generators)
                 tokens.scatter_(1, lengths[:, None], chosen[:, None])
-                seen.scatter_(1, chosen[:, None], True)
+                if seen is not None:
+                    seen.scatter_(1, chosen[:, None], True)
                 lengths = lengths + 1
             ids = chosen.tolist()
             ended = [was or token in how.stop_ids for was, token in zip(ended, ids, strict=True)]

@@ -36,19 +36,23 @@ class Sampling:
         check_values("", self)
 
 
-def choose_tokens(logits: Tensor, seen: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+def choose_tokens(
+    logits: Tensor, seen: Tensor | None, sampling: Sampling, generators: Sequence[torch.Generator]
+) -> Tensor:
     """The next token of each row.
 
     Args:
         logits: ``[B, V]``, any float dtype.
-        seen: ``[B, V]`` bool, tokens that the row already has.
+        seen: ``[B, V]`` bool, tokens that the row already has; None where nothing is penalized for that.
         sampling: How to choose.
         generators: One CPU generator for each row.
 
     Returns:
         ``[B]`` int64 on the device of ``logits``.
     """
-    logits = penalize_repetition(logits.float(), seen, sampling.repetition_penalty)
+    logits = logits.float()
+    if seen is not None:
+        logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
     probabilities = filter_logits(logits, sampling).softmax(dim=-1).cpu()

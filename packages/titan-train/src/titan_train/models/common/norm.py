@@ -33,6 +33,8 @@ class RMSNorm(nn.RMSNorm):
         plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype == gain.dtype == torch.float32
         if not plain or self.eps is None or torch.compiler.is_compiling():
             return F.rms_norm(x, self.normalized_shape, gain, self.eps)
+        if not torch.is_grad_enabled():  # nothing to keep, so no node of autograd
+            return _normalized(x, gain, self.eps)[0]
         return cast(Tensor, _RMSNorm.apply(x, gain, self.eps))
 
 
@@ -55,12 +57,18 @@ class ZeroCentredRMSNorm(RMSNorm):
         return super().forward(x).to(x.dtype)
 
 
+def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and the reciprocal of each row's root mean square."""
+    rstd = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (x * rstd).mul_(weight), rstd
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rstd = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        out, rstd = _normalized(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        return (x * rstd).mul_(weight)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

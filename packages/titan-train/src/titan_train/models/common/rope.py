@@ -90,14 +90,22 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         Same shape and dtype as ``x``; computed in float32 or better.
     """
-    if torch.compiler.is_compiling():  # the compiler makes its own backward
+    if _plainly():
         return _rotate(x, cos, sin)
     return cast(Tensor, _Rotation.apply(x, cos, sin))
 
 
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`apply_rope` of queries and of keys. Attention calls it by its attribute ``rotate``, where a kernel can take its place."""
+    if _plainly():
+        tables = _doubled(cos, sin)
+        return _turn(q, *tables), _turn(k, *tables)
     return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+
+
+def _plainly() -> bool:
+    """Whether the formula is all that is needed: there is no backward, or the compiler makes it."""
+    return torch.compiler.is_compiling() or not torch.is_grad_enabled()
 
 
 class _Rotation(torch.autograd.Function):
@@ -115,7 +123,14 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _turn(x, *_doubled(cos, sin))
+
+
+def _doubled(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
-    turned = wide * torch.cat((cos, cos), dim=-1)
-    return turned.addcmul_(swapped, torch.cat((-sin, sin), dim=-1).to(wide.dtype)).to(x.dtype)
+    return (wide * cos).addcmul_(swapped, sin.to(wide.dtype)).to(x.dtype)
