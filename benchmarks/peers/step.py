@@ -3,10 +3,12 @@
 Method: every contestant has the same module, weights, batches (8 x 256 tokens), AdamW, clip at 1 and float32, in a process
 of its own; the loss of the first step must be the same. ``titan``: the Trainer, one process with all cores, which is what
 ``launch.nproc = 0`` means on a CPU. ``loop``: the loop that nanoGPT has, eager, all cores; ``loop compiled``: the same under
-torch.compile, nanoGPT's default (needs a compiler). ``loop ddp``: two ranks of one thread each. ``hf trainer``: the Trainer
-of transformers around the same module.
+torch.compile, nanoGPT's default (needs a compiler). ``loop ddp``: two ranks of one thread each. ``accelerate`` and
+``fabric``: the same loop with what Accelerate and Lightning Fabric wrap around module, optimizer, backward and clipping.
+``hf trainer``: the Trainer of transformers around the same module.
 
-Limits: one small model on a CPU. Compilation takes up to a minute, before anything is timed.
+Limits: one small model on a CPU. Compilation takes up to a minute, before anything is timed. torchtitan 0.3.0 does not run
+without a GPU, so it is no contestant.
 
     python benchmarks/peers/step.py
 """
@@ -23,7 +25,7 @@ from collections.abc import Iterator
 
 import turns
 
-CONTESTANTS = ("titan", "loop", "loop compiled", "loop ddp", "hf trainer")
+CONTESTANTS = ("titan", "loop", "loop compiled", "loop ddp", "accelerate", "fabric", "hf trainer")
 BATCH, LR = 8, 1e-3
 
 
@@ -121,16 +123,14 @@ def serve_loop(config, state, kind: str, rank: int, meeting: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=2)
     module, inputs = module_of(config, state)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    run = torch.nn.parallel.DistributedDataParallel(module) if ddp else module
-    if kind == "loop compiled":
-        run = torch.compile(run)
+    run, optimizer, backward, clip = wrapped(kind, module, optimizer)
     batches = iter(loader_of(inputs, 1 + ddp, rank))
 
     def step() -> float:
         batch = next(batches)
         loss = run(batch.tokens, batch.labels, batch.positions, batch.cu_seqlens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        backward(loss)
+        clip()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
@@ -159,6 +159,28 @@ def serve_loop(config, state, kind: str, rank: int, meeting: str) -> None:
         dist.broadcast(torch.zeros(1, dtype=torch.int64), 0)
         assert other is not None
         other.wait()
+
+
+def wrapped(kind: str, module, optimizer):
+    """Module and optimizer as the contestant has them, its backward, and its clipping at 1."""
+    import torch
+
+    if kind == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        run, optimizer = accelerator.prepare(module, optimizer)
+        return run, optimizer, accelerator.backward, lambda: accelerator.clip_grad_norm_(run.parameters(), 1.0)
+    if kind == "fabric":
+        from lightning.fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=1)
+        run, optimizer = fabric.setup(module, optimizer)
+        return run, optimizer, fabric.backward, lambda: fabric.clip_gradients(run, optimizer, max_norm=1.0)
+    run = torch.nn.parallel.DistributedDataParallel(module) if kind == "loop ddp" else module
+    if kind == "loop compiled":
+        run = torch.compile(run)
+    return run, optimizer, torch.Tensor.backward, lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
 
 
 def serve_hf(config, state, kind: str, rank: int, meeting: str) -> None:
@@ -221,7 +243,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
         serve(sys.argv[2], int(sys.argv[3]), sys.argv[4])
         return
-    turns.with_peers("transformers", "accelerate")
+    turns.with_peers("transformers", "accelerate", "lightning")
     made = turns.parser(__doc__ or "", rounds=12)
     made.add_argument("--steps", type=int, default=4, help="optimizer steps a turn")
     made.add_argument("--only", nargs="*", default=[], choices=CONTESTANTS, help="these beside titan")

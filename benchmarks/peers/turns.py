@@ -105,7 +105,7 @@ def environment(options: argparse.Namespace, load: float) -> dict[str, object]:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
     ).stdout.strip()
     versions: dict[str, str] = {}
-    for package in ("torch", "numpy", "transformers", "datasets"):
+    for package in ("torch", "numpy", "transformers", "accelerate", "lightning", "datasets"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
