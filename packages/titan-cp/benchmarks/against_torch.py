@@ -4,10 +4,11 @@ Question: on the same ranks, tensors and kernel, how do time and error of torch'
 
 Method: torch's public ``context_parallel`` does not run on the CPU (its SDPA dispatcher has no CPU flash), so its two
 private ring functions are called with CPU flash as the kernel; they are what it runs on a GPU. Both sides attend to one
-causal document in the zigzag layout, forward and backward, taking turns; median of the slowest rank's time, and largest
-error against float64 full attention.
+causal document in the zigzag layout, forward and backward, taking turns in rotated order. Medians of the slowest rank's time,
+of the processor time of all ranks, and of the ratio of torch's processor time to ours in the same round; largest error
+against float64 full attention.
 
-Output: a table, and one JSON object on the last line.
+Output: a table, and one JSON object on the last line. Above 1, the ratio says that torch takes longer.
 
 Limits: CPU, gloo over loopback; private functions of the installed torch (checked on 2.15); KV heads equal query heads.
 
@@ -71,18 +72,20 @@ def run(tokens, heads, head_dim, repeats):
     wide = [t.double().requires_grad_() for t in whole[:3]]
     want, _ = reference_attention(*wide)
     wanted = [p.shard(t, 2) for t in (want.detach(), *torch.autograd.grad(want, wide, whole[3].double()))]
-    result = {name: {"seconds": [], "error": 0.0} for name in contenders}
+    result = {name: {"seconds": [], "cpu": [], "error": 0.0} for name in contenders}
+    names = list(contenders)
     for i in range(repeats + 1):
-        for name, contender in contenders.items():
+        for name in names[i % len(names) :] + names[: i % len(names)]:
             dist.barrier()
-            start = time.perf_counter()
-            got = contender()
-            seconds = time.perf_counter() - start
+            start, used = time.perf_counter(), time.process_time()
+            got = contenders[name]()
+            seconds, cpu = time.perf_counter() - start, time.process_time() - used
             if i == 0:  # the first is a warm-up, and is checked
                 errors = [float((a.double() - b).abs().max()) for a, b in zip(got, wanted, strict=True)]
                 result[name]["error"] = max(errors)
             else:
                 result[name]["seconds"].append(seconds)
+                result[name]["cpu"].append(cpu)
     return result
 
 
@@ -97,12 +100,18 @@ def main():
     sizes = (options.tokens, options.heads, options.head_dim, options.repeats)
     ranks = run_ranks(run, options.ranks, *sizes, timeout_s=500)
     rows = {}
+    cpu = {name: [sum(r[name]["cpu"][i] for r in ranks) for i in range(options.repeats)] for name in ranks[0]}
     for name in ranks[0]:
         slowest = [max(r[name]["seconds"][i] for r in ranks) for i in range(options.repeats)]
         rows[name] = {"median_ms": statistics.median(slowest) * 1e3, "fastest_ms": min(slowest) * 1e3}
+        rows[name]["cpu_ms"] = statistics.median(cpu[name]) * 1e3
+        rows[name]["cpu_ratio"] = statistics.median(
+            theirs / ours for theirs, ours in zip(cpu["torch all-gather"], cpu[name], strict=True)
+        )
         rows[name]["max_error"] = max(r[name]["error"] for r in ranks)
         print(
             f"{name:<17} median {rows[name]['median_ms']:8.1f} ms   fastest {rows[name]['fastest_ms']:8.1f} ms   "
+            f"CPU {rows[name]['cpu_ms']:8.1f} ms   ratio {rows[name]['cpu_ratio']:.2f}   "
             f"max error {rows[name]['max_error']:.1e}"
         )
     head = subprocess.run(

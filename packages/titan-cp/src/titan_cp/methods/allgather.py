@@ -3,10 +3,14 @@
 Problem: a kernel with a mask of its own (FlexAttention), or one call over long keys, wants the whole sequence's keys at
 once; gathering all heads costs O(S) memory.
 
-Idea: heads are independent, so gather one KV head (or a few) while attending with the one before. The peak is O(S) for
-those heads only. The backward gathers again, and reduce-scatters dK, dV in float32, again one group behind the compute.
+Idea: heads are independent, so gather a few KV heads while attending with those before. The peak is O(S) for those heads
+only. The backward gathers again, and reduce-scatters dK, dV in float32, again one group behind the compute. A token's keys
+and values lie together, so that the ranks' parts join without a copy, and one copy puts them in the sequence's order. Where a
+few ranks gather all heads at once there is no attention before it to hide the transfer: a rank attends to its own keys
+meanwhile, and then to the others' as they lie, rank by rank.
 
-Cost: (N-1) hops' worth of keys, as the ring, in one collective a head group; see `titan_cp.planning.costs`.
+Cost: (N-1) hops' worth of keys, as the ring, in one collective a head group; see `titan_cp.planning.costs`, which also says
+how many heads are gathered at a time.
 
 Source: the head-pipelined all-gather of Llama 3's context parallelism (arXiv 2407.21783, section 3.3.2).
 """
@@ -21,9 +25,10 @@ from torch import Tensor
 from titan_cp.backends.backend import Backend, Saved
 from titan_cp.backends.merge import add_sinks
 from titan_cp.methods.ring import block_gradients, new_accumulators, sink_gradients_of, widen_saved
-from titan_cp.methods.rows import KeyValues, pack_rows, widen
-from titan_cp.planning.costs import accumulator_dtype
+from titan_cp.methods.rows import KeyValues, pack_tokens, token_rows, widen, zero_tokens
+from titan_cp.planning.costs import accumulator_dtype, gathers_by_rank
 from titan_cp.planning.plan import AttentionPlan
+from titan_cp.planning.tiles import Tiles
 
 
 class GatherSetup(NamedTuple):
@@ -53,12 +58,12 @@ def gather_sequence(
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setup: GatherSetup) -> Tensor:
-        plan, backend, scale = setup.plan, setup.backend, setup.scale
+        backend, scale = setup.backend, setup.scale
         out, lse = new_accumulators(q, v, backend)
-        tiles = plan.sequence_tiles()
-        for q_heads, _, kv in _gathered_heads(q, k, v, setup):
-            wide_v = widen(kv.v, backend, q.shape[-1])
-            backend.forward(q[:, q_heads], kv.k, wide_v, tiles, scale, out[:, q_heads], lse[:, q_heads])
+        for q_heads, _, blocks in _gathered_heads(q, k, v, setup):
+            for kv, tiles, _ in blocks:
+                wide_v = widen(kv.v, backend, q.shape[-1])
+                backend.forward(q[:, q_heads], kv.k, wide_v, tiles, scale, out[:, q_heads], lse[:, q_heads])
         if sinks is not None:
             add_sinks(out, lse, sinks)
         out = out[..., : v.shape[-1]].to(q.dtype)
@@ -75,16 +80,19 @@ class _AllGather(torch.autograd.Function):
         grad_q = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
         widened = widen_saved(saved, setup.backend)
-        tiles = setup.plan.sequence_tiles()
         pending: Callable[[], None] | None = None
-        for q_heads, kv_heads, kv in _gathered_heads(q, k, v, setup):
+        for q_heads, kv_heads, blocks in _gathered_heads(q, k, v, setup):
             block = Saved(
                 widened.grad_out[:, q_heads], q[:, q_heads], k, v, widened.out[:, q_heads], widened.lse[:, q_heads]
             )
-            full = block_gradients(block, kv, setup.backend, tiles, setup.scale, grad_q[:, q_heads])
+            into = grad_k[:, kv_heads], grad_v[:, kv_heads]
+            full = zero_tokens(*into, setup.plan.pad_to, grad_q.dtype)
+            for kv, tiles, rows in blocks:
+                part = token_rows(full.buffer[rows], kv.k, kv.v)
+                block_gradients(block, kv, setup.backend, tiles, setup.scale, grad_q[:, q_heads], part)
             if pending is not None:
                 pending()
-            pending = _scatter(full, (grad_k[:, kv_heads], grad_v[:, kv_heads]), setup.plan, setup.group)
+            pending = _scatter(full, into, setup.plan, setup.group, by_rank=_by_rank(setup))
         assert pending is not None, "there is at least one KV head"
         pending()
         return grad_q.to(q.dtype), grad_k, grad_v, sink_gradients_of(saved, sinks), None
@@ -96,8 +104,8 @@ class _GatherSequence(torch.autograd.Function):
         ctx: Any, k: Tensor, v: Tensor, plan: AttentionPlan, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.group = plan, group
-        kv = _start_gather(pack_rows(k, v), plan, group)()
-        return kv.k, kv.v
+        kv = token_rows(_in_order(_start_gather(k, v, group)(), plan), k, v)
+        return kv.k.contiguous(), kv.v.contiguous()  # an attention of one's own may want to view them
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -105,70 +113,115 @@ class _GatherSequence(torch.autograd.Function):
         local = tuple(
             grad.new_empty((*grad.shape[:2], grad.shape[2] // ctx.plan.size, grad.shape[3])) for grad in grad_outputs
         )
-        _scatter(KeyValues(grads[0], grads[0], grads[1]), (local[0], local[1]), ctx.plan, ctx.group)()
+        _scatter(pack_tokens(grads[0], grads[1]), (local[0], local[1]), ctx.plan, ctx.group)()
         return local[0], local[1], None, None
 
 
-def _gathered_heads(q: Tensor, k: Tensor, v: Tensor, setup: GatherSetup) -> Iterator[tuple[slice, slice, KeyValues]]:
-    """Yield ``(query heads, KV heads, gathered KV)`` a group of heads at a time, the next group already in flight."""
-    groups = q.shape[1] // k.shape[1]
+class _Block(NamedTuple):
+    """Keys and values to attend to, and which."""
 
-    def start(first: int) -> Callable[[], KeyValues]:
+    kv: KeyValues
+    tiles: Tiles
+    rows: slice
+    """Their places among all that are gathered."""
+
+
+def _by_rank(setup: GatherSetup) -> bool:
+    """Whether keys are attended to rank by rank, this rank's own first, instead of in the sequence's order."""
+    return setup.group is not None and gathers_by_rank(setup.plan.size, setup.plan.num_kv_heads, setup.heads_per_step)
+
+
+def _gathered_heads(
+    q: Tensor, k: Tensor, v: Tensor, setup: GatherSetup
+) -> Iterator[tuple[slice, slice, Iterator[_Block]]]:
+    """Yield ``(query heads, KV heads, blocks)`` a group of heads at a time, the next group already in flight."""
+    groups, plan = q.shape[1] // k.shape[1], setup.plan
+
+    def start(first: int) -> Callable[[], Tensor]:
         heads = slice(first, first + setup.heads_per_step)
-        return _start_gather(pack_rows(k[:, heads], v[:, heads]), setup.plan, setup.group)
+        return _start_gather(k[:, heads], v[:, heads], setup.group)
+
+    def in_order(parts: Tensor, heads: slice) -> Iterator[_Block]:
+        kv = token_rows(_in_order(parts, plan), k[:, heads], v[:, heads])
+        yield _Block(kv, plan.sequence_tiles(), slice(None))
+
+    def rank_by_rank(arrive: Callable[[], Tensor]) -> Iterator[_Block]:
+        rows = [slice(r * plan.ring_len, (r + 1) * plan.ring_len) for r in range(plan.size)]
+        yield _Block(KeyValues(k, k, v), plan.tiles(plan.rank), rows[plan.rank])
+        parts = arrive()
+        for r in range(plan.size):
+            if r != plan.rank and plan.tiles(r):
+                yield _Block(token_rows(parts[rows[r]], k, v), plan.tiles(r), rows[r])
 
     ready = start(0)
+    if _by_rank(setup):
+        yield slice(None), slice(None), rank_by_rank(ready)
+        return
     for first in range(0, k.shape[1], setup.heads_per_step):
         gathered = ready()
         following = first + setup.heads_per_step
         if following < k.shape[1]:
             ready = start(following)
         last = min(following, k.shape[1])
-        yield slice(first * groups, last * groups), slice(first, last), gathered
+        yield slice(first * groups, last * groups), slice(first, last), in_order(gathered, slice(first, last))
 
 
-def _start_gather(kv: KeyValues, plan: AttentionPlan, group: dist.ProcessGroup | None) -> Callable[[], KeyValues]:
-    """Begin gathering ``[B, H, T, D]``; the returned function waits and gives ``[B, H, S, D]`` in order."""
+def _start_gather(k: Tensor, v: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
+    """Begin gathering ``[B, H, T, D]``; the returned function waits and gives the ranks' `token_rows` end to end."""
+    own = pack_tokens(k, v).buffer
     if group is None:
-        return lambda: kv
-    parts = kv.buffer.new_empty(group.size() * kv.buffer.numel())
-    work = dist.all_gather_into_tensor(parts, kv.buffer, group=group, async_op=True)
+        return lambda: own
+    parts = own.new_empty((group.size() * own.shape[0], own.shape[1]))
+    work = dist.all_gather_into_tensor(parts, own, group=group, async_op=True)
 
-    def finish() -> KeyValues:
+    def finish() -> Tensor:
         assert work is not None, "an asynchronous collective returns its work"
         work.wait()
-        index = plan.ring_order(kv.buffer.device).places
-        by_rank = parts.view(group.size(), -1).split([kv.k.numel(), kv.v.numel()], dim=1)
-        k, v = (
-            part.unflatten(1, x.shape).permute(1, 2, 0, 3, 4).flatten(2, 3).index_select(2, index)
-            for part, x in zip(by_rank, (kv.k, kv.v), strict=True)
-        )
-        return KeyValues(k, k, v)
+        return parts
 
     return finish
 
 
+def _in_order(parts: Tensor, plan: AttentionPlan) -> Tensor:
+    """The rows of all ranks in the sequence's order."""
+    if plan.size == 1 or plan.layout == "contiguous":
+        return parts
+    return parts.index_select(0, plan.ring_order(parts.device).places)
+
+
 def _scatter(
-    full: KeyValues, into: tuple[Tensor, Tensor], plan: AttentionPlan, group: dist.ProcessGroup | None
+    full: KeyValues,
+    into: tuple[Tensor, Tensor],
+    plan: AttentionPlan,
+    group: dist.ProcessGroup | None,
+    *,
+    by_rank: bool = False,
 ) -> Callable[[], None]:
-    """Begin summing ``[B, H, S, D]`` over ranks; the returned function waits and writes this rank's tokens."""
+    """Begin summing `token_rows` over ranks; the returned function waits and writes this rank's tokens."""
     if group is None:
         for target, grad in zip(into, (full.k, full.v), strict=True):
             target.copy_(grad)
         return lambda: None
-    index = plan.ring_order(full.k.device).tokens
-    by_rank = [
-        grad.index_select(2, index).unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).flatten(1)
-        for grad in (full.k, full.v)
-    ]
-    parts = torch.cat(by_rank, dim=1)
-    mine = parts.new_empty(parts.shape[1])
-    work = dist.reduce_scatter_tensor(mine, parts.flatten(), group=group, async_op=True)
+    parts = full.buffer
+    if not by_rank and plan.layout != "contiguous":
+        parts = parts.index_select(0, plan.ring_order(parts.device).tokens)
+    # gloo's reduce-scatter takes three times the processor time of sending each rank its rows and adding them there.
+    exchanged = parts.device.type == "cpu"
+    if exchanged:
+        received = torch.empty_like(parts)
+        work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+    else:
+        received = parts.new_empty((parts.shape[0] // group.size(), parts.shape[1]))
+        work = dist.reduce_scatter_tensor(received, parts, group=group, async_op=True)
 
     def finish() -> None:
         assert work is not None, "an asynchronous collective returns its work"
         work.wait()
-        for target, part in zip(into, mine.split([target.numel() for target in into]), strict=True):
-            target.copy_(part.view(target.shape))
+        mine, *others = received.chunk(group.size() if exchanged else 1)
+        for other in others:
+            mine.add_(other)
+        part = token_rows(mine, *into)
+        for target, grad in zip(into, (part.k, part.v), strict=True):
+            target.copy_(grad)
 
     return finish

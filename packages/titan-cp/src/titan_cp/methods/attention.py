@@ -128,7 +128,7 @@ def allgather_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     backend: str | Backend = "auto",
-    heads_per_step: int = 1,
+    heads_per_step: int | None = None,
     attn_fn: AttentionFn | None = None,
 ) -> Tensor:
     """All-gather attention: the keys of all ranks, gathered a few heads at a time behind the compute.
@@ -142,7 +142,8 @@ def allgather_attention(
         scale: Factor on the scores; None for ``1/sqrt(D)``.
         sinks: A logit per query head, as for `attention`; None for none.
         backend: ``"auto"``, a name in `backends.BACKENDS`, or a `backends.Backend`.
-        heads_per_step: KV heads gathered at a time: 1 needs the least memory, more make fewer, larger transfers.
+        heads_per_step: KV heads gathered at a time: 1 needs the least memory, more make fewer, larger transfers. None: so
+            many that what is gathered is at most 8 MiB for each row of the batch, or as large as this rank's own.
         attn_fn: A local attention of your own, in place of the plan's mask, ``scale`` and ``backend``: it is called
             once with this rank's queries and the keys of the whole sequence in order (all heads). Query row ``i`` is
             token ``plan.global_index()[i]``; FlexAttention masks go through `localize_mask`.
@@ -155,6 +156,7 @@ def allgather_attention(
     """
     chosen = _check("allgather", q, k, v, sinks, plan, backend)
     check_group(group, plan.size, plan.rank, "group")
+    heads_per_step = plan.heads_per_step if heads_per_step is None else heads_per_step
     if not 1 <= heads_per_step <= plan.num_kv_heads:
         raise ValueError(
             f"heads_per_step={heads_per_step} is outside the {plan.num_kv_heads} KV heads. "

@@ -137,10 +137,19 @@ def sink_gradients_of(saved: Saved, sinks: Tensor | None) -> Tensor | None:
 
 
 def block_gradients(
-    saved: Saved, kv: KeyValues, backend: Backend, tiles: Sequence[Tile], scale: float, grad_q: Tensor
+    saved: Saved,
+    kv: KeyValues,
+    backend: Backend,
+    tiles: Sequence[Tile],
+    scale: float,
+    grad_q: Tensor,
+    grads: KeyValues | None = None,
 ) -> KeyValues:
-    """The gradients of the keys and values of one block; those of the queries are added to ``grad_q``."""
-    grads = zero_rows(kv.k, kv.v, kv.k.shape[2], grad_q.dtype)
+    """The gradients of the keys and values of one block; those of the queries are added to ``grad_q``.
+
+    With ``grads``, of the shape of ``kv`` and zero, they are written there.
+    """
+    grads = zero_rows(kv.k, kv.v, kv.k.shape[2], grad_q.dtype) if grads is None else grads
     v = widen(kv.v, backend, saved.q.shape[-1])
     grad_v = grads.v if v.shape == kv.v.shape else torch.zeros(v.shape, dtype=grad_q.dtype, device=v.device)
     backend.backward(saved._replace(k=kv.k, v=v), tiles, scale, Grads(grad_q, grads.k, grad_v))

@@ -11,7 +11,7 @@ from titan_cp.planning.ranges import Ranges
 
 
 class KeyValues(NamedTuple):
-    """Keys ``[B, H, T, D]`` and values ``[B, H, T, E]`` that lie one after the other in ``buffer``, one dimension."""
+    """Keys ``[B, H, T, D]`` and values ``[B, H, T, E]`` that lie in ``buffer``: one after the other, or token by token."""
 
     buffer: Tensor
     k: Tensor
@@ -31,6 +31,36 @@ def zero_rows(like_k: Tensor, like_v: Tensor, rows: int, dtype: torch.dtype) -> 
     made = empty_rows(like_k, like_v, rows, dtype)
     made.buffer.zero_()
     return made
+
+
+def token_rows(buffer: Tensor, like_k: Tensor, like_v: Tensor) -> KeyValues:
+    """A buffer ``[T, B · H · (D + E)]`` that has the keys and values of each token together, as views of the usual shape.
+
+    The buffers of several ranks laid end to end are one of all their tokens, and another order of tokens is one of its rows.
+    """
+    sizes = [x.shape[0] * x.shape[1] * x.shape[3] for x in (like_k, like_v)]
+    k, v = (
+        part.unflatten(1, (x.shape[0], x.shape[1], x.shape[3])).permute(1, 2, 0, 3)
+        for part, x in zip(buffer.split(sizes, dim=1), (like_k, like_v), strict=True)
+    )
+    return KeyValues(buffer, k, v)
+
+
+def zero_tokens(like_k: Tensor, like_v: Tensor, rows: int, dtype: torch.dtype) -> KeyValues:
+    """`token_rows` of zeros."""
+    return token_rows(like_k.new_zeros((rows, _token_width(like_k, like_v)), dtype=dtype), like_k, like_v)
+
+
+def pack_tokens(k: Tensor, v: Tensor) -> KeyValues:
+    """A copy of keys and values as `token_rows`."""
+    packed = token_rows(k.new_empty((k.shape[2], _token_width(k, v))), k, v)
+    packed.k.copy_(k)
+    packed.v.copy_(v)
+    return packed
+
+
+def _token_width(k: Tensor, v: Tensor) -> int:
+    return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
 
 
 def pack_rows(k: Tensor, v: Tensor, rows: Ranges | None = None) -> KeyValues:

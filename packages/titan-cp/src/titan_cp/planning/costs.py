@@ -31,6 +31,11 @@ from numpy.typing import NDArray
 
 from titan_cp.planning.ranges import Ranges, document_pieces
 
+# A collective of fewer bytes takes its start rather than its bytes.
+_SMALL_BYTES = 8 << 20
+# Up to so many ranks, blocks of one rank's keys are no more calls of the kernel than the pieces of the sequence.
+_FEW_RANKS = 4
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionCosts:
@@ -111,6 +116,18 @@ def share_heads(num_heads: int, num_kv_heads: int, ulysses_degree: int) -> HeadS
     return min(choices, key=lambda shares: (shares.num_heads, shares.num_kv_heads))
 
 
+def gather_heads(shape: AttentionShape, size: int) -> int:
+    """KV heads that the all-gather takes at a time: as many as make 8 MiB, or the size of this rank's keys and values."""
+    element = torch.empty((), dtype=shape.dtype).element_size()
+    head = shape.seq_len * (shape.head_dim + shape.value_dim) * element
+    return max(1, min(shape.num_kv_heads, max(shape.num_kv_heads // size, _SMALL_BYTES // head)))
+
+
+def gathers_by_rank(size: int, kv_heads: int, at_once: int) -> bool:
+    """Whether all-gather attention takes the keys rank by rank, its own first: where a few ranks gather all heads at once."""
+    return size <= _FEW_RANKS and at_once == kv_heads
+
+
 def plan_costs(
     method: str,
     shape: AttentionShape,
@@ -137,7 +154,7 @@ def plan_costs(
     buffers = _Buffers(q, out, kv, q * wide, out * wide, kv * wide, lse)
     if method == "allgather":
         forward, backward = (size - 1) * kv, (size - 1) * kv * (1 + wide)
-        transient = buffers.allgather(size, kv_heads)
+        transient = buffers.allgather(size, kv_heads, gather_heads(shape, size))
     elif direct is not None:
         row //= ulysses_degree  # the all-to-all has shared the heads out
         forward = exchanged + direct.sent * row
@@ -193,13 +210,14 @@ class _Buffers:
         backward = self.wide_q + self.wide_kv + (2 + 2 * wide) * received + self.q + self.kv
         return forward, backward
 
-    def allgather(self, size: int, kv_heads: int) -> tuple[int, int]:
-        """Per KV head: in use, in flight, and being put in order; gradients: computed, reordered, in flight."""
-        head, wide_head = size * self.kv // kv_heads, size * self.wide_kv // kv_heads
-        block = (self.out + self.cast) // kv_heads
-        gathered = min(kv_heads + 2, 5) * head  # the pipeline is short when heads are few
-        forward = self.wide_out + self.lse + self.kv + block + gathered
-        backward = self.wide_q + 2 * self.kv + gathered + 3 * wide_head + block
+    def allgather(self, size: int, kv_heads: int, at_once: int) -> tuple[int, int]:
+        """Of the heads gathered at a time: in use, arriving, and in order; gradients: computed, reordered, in flight."""
+        some, wide = (size * x * at_once // kv_heads for x in (self.kv, self.wide_kv))
+        block = (self.out + self.cast) * at_once // kv_heads
+        turns = 3 if at_once < kv_heads else 2
+        blocks = 1 if gathers_by_rank(size, kv_heads, at_once) else turns
+        forward = self.wide_out + self.lse + self.kv + block + turns * some  # gloo holds twice what arrives
+        backward = self.wide_q + 2 * self.kv + blocks * some + turns * wide + block
         return forward, backward
 
     def around_ulysses(self, inner: tuple[int, int], *, repeated: bool) -> tuple[int, int]:

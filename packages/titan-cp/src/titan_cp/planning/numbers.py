@@ -15,6 +15,7 @@ from titan_cp.planning.costs import (
     DirectRows,
     HeadShares,
     crossover_size,
+    gather_heads,
     plan_costs,
     share_heads,
     work_matrix,
@@ -180,6 +181,11 @@ class PlanNumbers:
     def ring_len(self) -> int:
         """Tokens that a ring rank computes on."""
         return self.pad_to // self.ring_degree
+
+    @property
+    def heads_per_step(self) -> int:
+        """KV heads that all-gather attention takes at a time."""
+        return gather_heads(self.shape, self.size)
 
     @cached_property
     def costs(self) -> AttentionCosts:
