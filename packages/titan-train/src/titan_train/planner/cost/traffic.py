@@ -143,8 +143,12 @@ def _context_parallel(traffic: Traffic, setup: Setup, layers: list[Block], eleme
             traffic.add("cp", "all_to_all", m * (2 + again), q + 2 * kv)
             traffic.add("cp", "all_to_all", m * (2 + again), q)
         elif setup.cp_method == "allgather":
-            traffic.add("cp", "all_gather", 2 * m * (2 + again), n * kv)
-            traffic.add("cp", "reduce_scatter", 2 * m, n * kv)
+            heads = max(1, a.kv_heads // setup.tp)
+            # as titan-cp's `gather_heads`: what makes 8 MiB, or the size of a rank's own keys and values
+            small = (8 << 20) // (setup.seq_len * 2 * a.head_dim * element_bytes)
+            steps = -(-heads // max(1, min(heads, max(heads // n, small))))
+            traffic.add("cp", "all_gather", steps * m * (2 + again), 2 * n * kv / steps)
+            traffic.add("cp", "reduce_scatter", steps * m, 2 * n * kv / steps)
         else:  # keys and values go round in forward and backward; their gradients go round and home
             hops = (2 + again) * (n - 1) + n
             traffic.add("cp", "send", m * hops, 2 * kv)
