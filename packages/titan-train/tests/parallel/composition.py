@@ -24,7 +24,8 @@ def tree(folder, name, sections):
             "validation_fraction": 0.1,
         },
         "train": {"steps": 10, "global_batch": 8, "max_grad_norm": 0.5},
-        "validation": {"every": 10, "steps": 1},
+        # two tokens: each is a forward of the whole model, and that it works under a layout shows in the first
+        "validation": {"every": 10, "steps": 1, "sample_tokens": 2},
         "optimizer": {"lr": 1e-3},
         "schedule": {"warmup_steps": 2},
         "checkpoint": {"every": 0, "async_save": False},
