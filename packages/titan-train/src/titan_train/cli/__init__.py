@@ -1,5 +1,6 @@
 """The command `titan-train`. Each command is one module, imported when it is called, so that `--help` is instant."""
 
+import gc
 import importlib
 import inspect
 import sys
@@ -60,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name:
         from titan_train.cli.boundary import exit_code
 
-        return exit_code(lambda: _call(name, words[len(name.split()) :]))
+        code = exit_code(lambda: _call(name, words[len(name.split()) :]))
+        if (
+            argv is None
+        ):  # the process ends: what it imported need not be searched for garbage, half a second after torch
+            gc.freeze()
+        return code
     group = {command: line for command, line in COMMANDS.items() if command.startswith(f"{first} ")}
     if group and (len(words) == 1 or words[1] in ("-h", "--help")):
         print(_help(group))

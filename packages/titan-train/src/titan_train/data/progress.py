@@ -6,12 +6,12 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
+from typing import TYPE_CHECKING
 
 from titan_train.terminal import clean_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Without a terminal, one line this often.
 _LINE_EVERY_S = 5.0
@@ -84,7 +84,7 @@ class ProgressReporter:
 
 
 @contextmanager
-def show_progress(console: Console | None = None) -> Generator[ProgressCallback]:
+def show_progress(console: "Console | None" = None) -> Generator[ProgressCallback]:
     """A callback that draws a bar on a terminal, and prints one line every 5 s elsewhere.
 
     Args:
@@ -94,13 +94,15 @@ def show_progress(console: Console | None = None) -> Generator[ProgressCallback]
     if not console.is_terminal:
         yield _line_printer(console)
         return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[detail]}"),
         TimeRemainingColumn(),
     )
-    with ProgressBar(*columns, console=console) as bar:
+    with Progress(*columns, console=console) as bar:
         tasks = {}
 
         def update(progress: PrepareProgress) -> None:
@@ -113,7 +115,7 @@ def show_progress(console: Console | None = None) -> Generator[ProgressCallback]
         yield update
 
 
-def _line_printer(console: Console) -> ProgressCallback:
+def _line_printer(console: "Console") -> ProgressCallback:
     last = time.monotonic()
 
     def update(progress: PrepareProgress) -> None:

@@ -9,7 +9,6 @@ from titan_ckpt import Checkpointer, LocalShard, TrainState
 from torch import nn
 
 from titan_train.config import Config
-from titan_train.generation.tensor import cut_for_generation
 from titan_train.generation.text import LoadedRun
 from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
@@ -54,6 +53,8 @@ def load_run(
     model = build_model(config.model, vocab_size=vocab_size, device=built_on).requires_grad_(False)
     shards: dict[str, LocalShard] = {}
     if group is not None:
+        from titan_train.generation.tensor import cut_for_generation  # float8 and all of tensor parallelism
+
         parallel = config.parallel
         shards = cut_for_generation(
             model, group, device=device, plan=parallel.tp_plan, replicate_kv=parallel.replicate_kv

@@ -14,13 +14,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from typing import Any
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_train.tokenizers.huggingface import HfTokenizer
 from titan_train.tokenizers.protocol import Tokenizer
@@ -73,14 +68,10 @@ class ChatTemplate:
         self.source = source
         self._names = tuple(name for name in (*names, *special_tokens.values()) if name)
         self.special_tokens = dict(special_tokens)
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        given: dict[str, Any] = environment.globals
-        given["raise_exception"] = _raise
+        import jinja2
+
         try:
-            self._template = environment.from_string(source)
+            self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as err:
             raise ValueError(f"the chat template is not valid Jinja ({err}). Correct it, or name another.") from err
         self.marks_answers = "endgeneration" in source
@@ -156,6 +147,8 @@ class ChatTemplate:
         now: datetime | None,
         variables: Mapping[str, Any],
     ) -> str:
+        import jinja2
+
         given = dict(self.special_tokens) | dict(variables)
         if now is not None:
             given["strftime_now"] = now.strftime
@@ -181,18 +174,34 @@ def special_variables(tokenizer: Tokenizer) -> dict[str, str]:
     return found
 
 
-class _GenerationBlock(Extension):
-    """``{% generation %}…{% endgeneration %}``: puts marks around what the block renders."""
+@cache
+def _environment() -> Any:
+    """Jinja's sandbox. It is imported when there is a template: a command that needs none would take a tenth longer."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    tags = {"generation"}  # noqa: RUF012
+    class GenerationBlock(Extension):
+        """``{% generation %}…{% endgeneration %}``: puts marks around what the block renders."""
 
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        tags = {"generation"}  # noqa: RUF012
 
-    def _marked(self, caller: Any) -> str:
-        return _START + str(caller()) + _END
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return _START + str(caller()) + _END
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    given: dict[str, Any] = environment.globals
+    given["raise_exception"] = _raise
+    return environment
 
 
 def _split_marks(marked: str) -> RenderedChat:
@@ -226,4 +235,6 @@ def _to_json(
 
 
 def _raise(message: str) -> None:
+    import jinja2
+
     raise jinja2.TemplateError(message)
