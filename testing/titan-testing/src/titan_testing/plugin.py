@@ -1,5 +1,6 @@
 """The pytest plugin: skips for GPU and slow tests, one thread a process, a browser."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices and --gpu"))
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Hide what was imported and collected from the garbage collector, whose every full pass would walk all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
