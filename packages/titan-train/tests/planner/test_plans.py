@@ -59,7 +59,10 @@ def ranked(name: str):
     return search(request)
 
 
-@pytest.mark.parametrize("name", PLANS)
+LONG = ("8B on 8 at 128k", "405B on 512", "DeepSeek-V3 on 1,024")  # seconds of search each, for a page like the others
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in PLANS])
 def test_the_pages_figures_are_the_texts(name: str) -> None:
     ranking = ranked(name)
     plan = Plan(ranking.best[0], ranking.request.limit_bytes)
