@@ -65,16 +65,16 @@ class Runs:
 
     def shown(self, name: str, ranks: int, settings: str) -> str:
         """The command, as it is printed."""
-        return f"titan-train run {self._shown} --run.name {name} --devices {ranks} {settings}".strip()
+        return f"titan-train run {self._shown} --run.name {folder_name(name)} --devices {ranks} {settings}".strip()
 
     def compare(self, layout: TriedLayout, want: list[float]) -> Proof:
         """Losses of three steps under a layout."""
-        name = _folder_name(layout.name)
+        name = folder_name(layout.name)
         return self._compared(layout.name, name, layout.ranks, f"{layout.settings} --train.steps 3", want[:3])
 
     def resume(self, layout: TriedLayout, want: list[float]) -> Proof:
         """Losses of three more steps under a layout, from a checkpoint of one process."""
-        name = f"resume_{_folder_name(layout.name)}"
+        name = f"resume_{folder_name(layout.name)}"
         settings = f"{layout.settings} --from {shlex.quote(str(self.folder / 'one'))}@3"
         return self._compared(f"resume on {layout.name}", name, layout.ranks, settings, want[3:])
 
@@ -119,5 +119,6 @@ def predict(name: str, machine: str, devices: int) -> tuple[str, str]:
     return f"titan-train {shlex.join(words)}", (done.stdout.strip() or done.stderr.strip())
 
 
-def _folder_name(title: str) -> str:
+def folder_name(title: str) -> str:
+    """A run's name."""
     return title.replace(",", "").replace(" ", "_")

@@ -63,7 +63,9 @@ def make_card(name: str, work: Path, *, machine: str, devices: int, made: str, c
         add(attempt(layout.name, lambda layout=layout: runs.compare(layout, want), shown))
     for layout in LAYOUTS:
         if layout.name in RESUMED:
-            add(attempt(f"resume on {layout.name}", lambda layout=layout: runs.resume(layout, want)))
+            title = f"resume on {layout.name}"
+            shown = runs.shown(title, layout.ranks, f"{layout.settings} --from runs/one@3")
+            add(attempt(title, lambda layout=layout: runs.resume(layout, want), shown))
     config = file.read_text().replace(f"{work}/", "")
     return Card(subject, small, beside, told, predict(name, machine, devices), made, command, config)
 

@@ -8,7 +8,7 @@ from titan_train.card.proofs import Proof
 from titan_train.card.subject import Small, Subject
 
 _COLOURS = {"equal": "#2e7d4f", "differs": "#b3261e", "refused": "#8a8d91", "fails": "#b3261e"}
-_TILE, _GAP, _LEFT, _ACROSS = (150, 46), 8, 120, 6
+_TILE, _GAP, _LEFT, _ACROSS = (168, 46), 8, 120, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,10 @@ def page(card: Card, picture: str) -> str:
     subject, small = card.subject, card.small
     return f"""# {subject.name}: {verdict(card.proofs)}
 
-What was proven for the family `{subject.kind}`, on a small model of its kind ({small.layers} layers,
-{small.parameters:,} parameters, random weights that transformers wrote). Made by `{card.command}`: {card.made}.
+What was proven for the family `{subject.kind}`, on a small model of its kind: {small.layers} layers,
+{small.parameters:,} parameters, random weights that transformers wrote.
+
+Made by `{card.command}`: {card.made}.
 
 ![{verdict(card.proofs)}]({picture})
 
