@@ -315,3 +315,22 @@ def test_a_hardware_file_with_a_negative_figure_is_refused(tmp_path, line: str, 
     file.write_text(shipped.replace(line, line.replace("= ", "= -")))
     with pytest.raises(ValueError, match=said):
         load_machine(str(file))
+
+
+def test_an_eager_plan_of_long_sequences_moves_activations_to_the_host_instead_of_computing_them_again(
+    tmp_path,
+) -> None:
+    ranking = search(request("llama3_1b", 1, 65_536, 8, stack="eager"))
+    best = ranking.best[0]
+    assert best.setup.offload_activations == 1.0
+    assert best.setup.recompute == "none"
+    again = dataclasses.replace(best.setup, recompute="full", offload_activations=0.0)
+    assert estimate(best.shape, best.machine, again, best.constants).tokens_per_s < best.tokens_per_s
+    whole = memory_peak(best.shape, dataclasses.replace(best.setup, offload_activations=0.0)).parts["activations"]
+    assert best.memory.parts["activations"] == pytest.approx(whole * 2 / 16)  # two blocks stay
+    assert ranking.request.limit_bytes < whole < 128 * 2**30
+    file = tmp_path / "plan.toml"
+    file.write_text(config_toml("llama3_1b", best.setup, nproc=1))
+    config = load_config(str(file))
+    assert config.activations.offload
+    assert setup_of_config(config, 1).offload_activations == 1.0

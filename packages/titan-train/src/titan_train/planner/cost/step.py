@@ -281,7 +281,8 @@ def _offload(c: Context, shape: ModelShape, compute: float) -> float:
     s = c.setup
     seconds = 0.0
     if s.offload_activations:
-        moved = 2.0 * s.tokens * shape.dim / s.tp * 17 * shape.num_layers / s.pp * s.offload_activations
+        each = 26 if s.stack == "eager" else 17  # of a block's width; eager norms and rotations keep more
+        moved = 2.0 * s.tokens * shape.dim / s.tp * each * shape.num_layers / s.pp * s.offload_activations
         seconds += s.microbatches * max(0.0, 2 * moved / c.machine.host_bandwidth - 0.9 * compute)
     if s.offload_optimizer:
         dense, experts = rank_parameters(shape, s)

@@ -25,7 +25,7 @@ from titan_train.planner.setup import Precision, Setup
 
 _TIE = 0.02
 _HOST_BYTES = 128 * 2**30
-"""Host memory that one device may use for parameters and optimizer state."""
+"""Host memory that one device may use for parameters and optimizer state, or for activations."""
 _RECOMPUTE = ("none", "selective", "full")
 _RECOMPUTE_TORCH = (
     {"recompute": "none"},
@@ -125,9 +125,10 @@ class Searcher:
     def _offloaded(self, setup: Setup) -> Iterator[StepEstimate]:
         """The setup in each precision with its activations in host memory instead of computed again, where it fits."""
         for precision in self.request.precisions:
+            kept = memory_peak(self.request.shape, at(setup, precision)).parts["activations"]
             moved = replace(at(setup, precision), offload_activations=1.0)
             peak = memory_peak(self.request.shape, moved)
-            if peak.allocated <= self.request.limit_bytes:
+            if kept <= _HOST_BYTES and peak.allocated <= self.request.limit_bytes:
                 yield self._fastest(moved, peak)
 
     def _fastest(self, setup: Setup, peak: MemoryPeak) -> StepEstimate:
