@@ -102,6 +102,9 @@ def step_timeline(config: Config, devices: int) -> MemoryTimeline:
                     traces[stage] = rank.record(take, last=stage == last)
                 traces[stage] = traces[same]
     played = play(held, actions, traces)
+    if schedule is None:
+        (forward, _), (backward, _) = played.marks
+        played = replace(played, marks=((forward, "forward"), (backward, "backward")))
     offload = "offloaded activations are shown where they are made" if config.activations.offload else ""
     return replace(played, title=title, note="; ".join(filter(None, (played.note, offload))))
 
