@@ -1,8 +1,15 @@
+import sys
+
 import pytest
 from titan_testing import preload
 
-# transformers: seconds in every rank that trains a model of its, otherwise
-preload("titan_train.train.trainer", "transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+preload("titan_train.train.trainer")
+
+
+def pytest_collection_finish(session):
+    """Where tests import transformers, so does the server of ranks: seconds in every rank that trains such a model otherwise."""
+    if "transformers" in sys.modules:
+        preload("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
 
 @pytest.fixture(autouse=True, scope="session")

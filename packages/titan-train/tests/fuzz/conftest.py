@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from titan_testing import preload
 
+preload("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 sys.path[:0] = [
     str(Path(__file__).parent),
     *(str(Path(__file__).parent.parent / name) for name in ("parallel", "train")),
