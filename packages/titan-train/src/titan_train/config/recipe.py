@@ -32,6 +32,27 @@ class SpikesConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MTPConfig:
+    """Multi-token prediction: how much the modules of model.args.mtp_depth count. Their losses are not in the reported loss."""
+
+    weight: Annotated[float, Range(0, note="DeepSeek-V3 begins with 0.3")] = 0.3
+    """Weight of the mean of the modules' losses in the gradient, beside 1 for the next token's."""
+
+    late_weight: Annotated[float, Range(0, note="DeepSeek-V3 ends with 0.1")] = 0.1
+    """The same in the last part of the run."""
+
+    late_from: Annotated[float, Range(0, 1, note="DeepSeek-V3 changes at 0.68, 10 of its 14.8 T tokens")] = 0.68
+    """Where that part begins, as a share of train.steps; 1 never takes late_weight."""
+
+    def __post_init__(self) -> None:
+        check_values("mtp", self)
+
+    def weight_at(self, step: int, total: int) -> float:
+        """The weight in ``step``, from 1 to ``total``."""
+        return self.late_weight if step > self.late_from * total else self.weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class QKClipConfig:
     """A bound on attention logits."""
 

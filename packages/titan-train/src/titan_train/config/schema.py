@@ -17,7 +17,7 @@ from titan_train.config.optimizer import OptimizerConfig, ScheduleConfig
 from titan_train.config.parallel import ContextConfig, ParallelConfig, PipelineConfig
 from titan_train.config.patterns import check_patterns
 from titan_train.config.ramp import BatchRamp, plan_ramp
-from titan_train.config.recipe import AverageConfig, QKClipConfig, SpikesConfig
+from titan_train.config.recipe import AverageConfig, MTPConfig, QKClipConfig, SpikesConfig
 from titan_train.config.tokenizer import TokenizerConfig
 from titan_train.config.vision import VisionConfig
 from titan_train.terminal import shortened
@@ -206,6 +206,7 @@ class Config:
     float8: Float8Config = field(default_factory=Float8Config)
     compile: CompileConfig = field(default_factory=CompileConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    mtp: MTPConfig = field(default_factory=MTPConfig)
     qk_clip: QKClipConfig = field(default_factory=QKClipConfig)
     spikes: SpikesConfig = field(default_factory=SpikesConfig)
     average: AverageConfig = field(default_factory=AverageConfig)

@@ -14,6 +14,7 @@ _MOST = 2**31 - 1
 _MOST_OF = {
     "num_layers": 10_000,
     "num_dense_layers": 10_000,
+    "mtp_depth": 100,
     "num_experts": 2**16,
     "num_shared_experts": 2**16,
     "num_heads": 2**16,

@@ -14,6 +14,7 @@ from torch import nn
 from titan_train.models.common.attention import CausalAttention
 from titan_train.models.common.delta import DeltaRule
 from titan_train.models.common.moe.routed import expert_stacks
+from titan_train.models.common.mtp import mtp_of
 from titan_train.models.traits import traits_of
 
 
@@ -48,6 +49,9 @@ def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> 
     multiplied = {id(p) for m in others for p in m.parameters(recurse=False)}
     matrices = sum(count for key, count in used.items() if key not in looked_up or key in multiplied)
     matrices -= _idle_parameters(model)
+    if (ahead := mtp_of(model)) is not None:  # each module has a pass through the head
+        head = model.get_submodule(str(traits_of(model).loss_head))
+        matrices += len(ahead) * sum(p.numel() for p in head.parameters())
     # the width of a key for the scores, the width of a value for their use
     inners = [m for m in model.modules() if isinstance(m, CausalAttention)]
     attention = sum(m.num_heads * (m.head_dim + m.value_dim) for m in inners)

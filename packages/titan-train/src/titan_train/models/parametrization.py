@@ -88,13 +88,13 @@ def kind_of(name: str) -> Kind:
     """
     first, *inner = name.split(".")
     owner, leaf = ([first, *inner])[-2:] if inner else ("", first)
-    if first in ("tok_embeddings", "pos_embeddings"):
+    if first in ("tok_embeddings", "pos_embeddings", "mtp_embeddings"):
         return "embedding"
-    if first == "norm":
+    if first == "norm" or (first == "mtp" and owner == "norm"):
         return "last norm"
     if first == "lm_head":
         return "head"
-    if first == "layers":
+    if first in ("layers", "mtp"):
         if leaf == "bias" or owner.endswith(("norm", "_conv")) or owner == "decay":
             return "writer bias" if owner in ("wo", "w2") else "vector"
         if owner == "gate":

@@ -249,7 +249,7 @@ class ModelShape:
     """Learned positions."""
     final_norm: int = 1
     mtp: int = 0
-    """Layers that predict a further token, each with its own pass through the head."""
+    """Modules that predict a further token, each with its own pass through the head; see `mtp_blocks`."""
     kept: Callable[[Any], float] | None = field(default=None, compare=False)
     """From a planner's setup to the bytes that one block keeps for backward, where a module of its own was counted."""
 
@@ -273,10 +273,19 @@ class ModelShape:
 
     @cached_property
     def totals(self) -> tuple[int, int]:
-        """Dense and routed parameters of all blocks."""
-        return sum(n * dense for n, dense, _ in self.block_sizes), sum(
+        """Dense and routed parameters of all blocks, those of the modules for further tokens among them."""
+        joins = 2 * self.dim**2 + 3 * self.dim  # a projection and three norms
+        dense = sum(b.mixer_parameters(self.dim) + b.dense_parameters(self.dim) for b in self.mtp_blocks) + joins
+        experts = sum(b.expert_parameters(self.dim) for b in self.mtp_blocks)
+        return self.mtp * dense + sum(n * dense for n, dense, _ in self.block_sizes), self.mtp * experts + sum(
             n * experts for n, _, experts in self.block_sizes
         )
+
+    @property
+    def mtp_blocks(self) -> tuple[Block, ...]:
+        """Blocks of one module that predicts a further token: a mixer with a feed-forward, of hybrids two blocks."""
+        last = self.blocks[-1]
+        return (last,) if last.ffn is not None else (last, next(b for b in self.blocks if b.ffn is not None))
 
     @cached_property
     def memo(self) -> dict[tuple[object, ...], float]:
@@ -291,18 +300,14 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters; a tied head counts once."""
         embedding = self.vocab * self.dim * (1 if self.tied else 2) + self.positions * self.dim
-        return embedding + self.final_norm * self.dim + sum(b.count * self.block_parameters(b) for b in self.blocks)
-
-    def block_parameters(self, block: Block) -> int:
-        """Parameters of one block."""
-        return block.mixer_parameters(self.dim) + block.dense_parameters(self.dim) + block.expert_parameters(self.dim)
+        return embedding + self.final_norm * self.dim + sum(self.totals)
 
     def active_parameters(self) -> int:
         """Parameters one token meets."""
         idle = 0
-        for b in self.blocks:
+        for count, b in self._all_blocks:
             if isinstance(b.ffn, ExpertsShape):
-                idle += b.count * b.expert_parameters(self.dim) * (1 - b.ffn.per_token / b.ffn.num_experts)
+                idle += count * b.expert_parameters(self.dim) * (1 - b.ffn.per_token / b.ffn.num_experts)
         return round(self.parameters() - idle)
 
     def flops_per_token(self, seq_len: int, *, causal: bool, norms: bool = False) -> float:
@@ -314,20 +319,25 @@ class ModelShape:
         `titan_train.models.flops` counts those of a module.
         """
         idle = 0 if self.tied else self.head_parameters
-        matrices = self.active_parameters() - idle - self.positions * self.dim
+        matrices = self.active_parameters() - idle - self.positions * self.dim + self.mtp * self.head_parameters
         attention = 0.0
-        for b in self.blocks:
+        for count, b in self._all_blocks:
             if b.attention is not None:
                 a = b.attention
-                matrices -= 0 if norms else b.count * (b.norms * self.dim)
+                matrices -= 0 if norms else count * (b.norms * self.dim)
                 seen = min(seq_len, 2 * a.window) if a.window else seq_len
                 half = 0.5 if causal and a.causal else 1.0
-                attention += b.count * 6.0 * half * seen * a.heads * (a.head_dim + a.v_dim)
-                matrices -= b.count * b.modulation * (1 - 1 / max(1, seq_len))
+                attention += count * 6.0 * half * seen * a.heads * (a.head_dim + a.v_dim)
+                matrices -= count * b.modulation * (1 - 1 / max(1, seq_len))
             if b.delta is not None:
-                matrices -= 0 if norms else b.count * (b.norms * self.dim)
-                attention += b.count * 18.0 * b.delta.inner * b.delta.state
+                matrices -= 0 if norms else count * (b.norms * self.dim)
+                attention += count * 18.0 * b.delta.inner * b.delta.state
         return 6.0 * matrices + attention
+
+    @property
+    def _all_blocks(self) -> list[tuple[int, Block]]:
+        """Blocks with their number: the model's, and those of the modules for further tokens."""
+        return [(b.count, b) for b in self.blocks] + [(self.mtp, b) for b in self.mtp_blocks if self.mtp]
 
     def cut(self, num_layers: int, dense_layers: int = 1) -> "ModelShape":
         """The same model with fewer blocks; of a model with leading dense blocks ``dense_layers`` are kept."""

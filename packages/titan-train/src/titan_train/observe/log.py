@@ -427,7 +427,13 @@ def _step_of(line: dict[str, Any]) -> int:
 def _values(record: StepRecord | ValidationRecord) -> dict[str, object]:
     # dataclasses.asdict copies deeply, which takes longer than writing the line
     values = {name: getattr(record, name) for name in record.__slots__}
-    for name in ("routing", "split", "memory", "parts"):  # of a dense model, of a step between two measured ones
+    for name in (
+        "routing",
+        "mtp_losses",
+        "split",
+        "memory",
+        "parts",
+    ):  # not measured in this step, or not of this model
         if not values.get(name):
             values.pop(name, None)
     return values

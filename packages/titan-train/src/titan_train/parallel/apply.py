@@ -20,6 +20,7 @@ from titan_train.kernels.apply import apply_kernels, check_taken, choose_kernels
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
 from titan_train.models.common.loss import ObservedLoss
 from titan_train.models.common.moe.balance import moe_layers, set_sequence_group
+from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
@@ -87,6 +88,7 @@ def build_parallel_model(
     observed = None if sums is None else ObservedLoss(loss, sums.names, sums.sums)
     loss = kernel_loss(observed or loss, chosen, config, vocab_size, whole_vocabulary=layout.spec.tp == 1)
 
+    depth = len(mtp_of(whole) or ())
     names = parameter_names(whole)
     report = Report(count_parameters(whole), flops_per_token(whole, config.model.seq_len))
     if overlaps_by_compiler(config.parallel, config.compile, device):
@@ -110,7 +112,7 @@ def build_parallel_model(
         copies = {name: len(w.names) for w in tied for held in w.names.values() for name in names[held]}
         pipeline = Pipeline(
             schedule, parts, make_transport(schedule, mesh, device, config.launch.timeout_s), loss=loss, tied=tied,
-            keywords=task.keywords, fused_loss=fused_loss, config=config.pipeline,
+            keywords=(*task.keywords, *AHEAD) if depth else task.keywords, fused_loss=fused_loss, config=config.pipeline,
             schedule_for=lambda n: plan_schedule(config.pipeline, pp=layout.spec.pp, microbatches=n), rules=DEFERRING_RULES,
             gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
         )  # fmt: skip
@@ -124,6 +126,7 @@ def build_parallel_model(
         fused_loss=fused_loss,
         observed=observed,
         gradients=Gradients(parts, run.cuts, copies=copies, world_size=layout.num_ranks, pp=layout.spec.pp),
+        mtp_depth=depth,
         context=context,
         pipeline=pipeline,
         report=report,

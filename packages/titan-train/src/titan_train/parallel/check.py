@@ -8,8 +8,10 @@ from titan_mesh import Layout
 from torch import Tensor, nn
 
 from titan_train.config import Config
+from titan_train.config.recipe import MTPConfig
 from titan_train.kernels.apply import check_kernels
 from titan_train.models.call import active_dropout
+from titan_train.models.common.mtp import mtp_of
 from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import check_activations
 from titan_train.parallel.compiled import check_backend, check_cudagraphs
@@ -82,6 +84,7 @@ def check_model(
             model, compiled=config.compile.enabled or config.compile.cudagraphs, replicate_kv=parallel.replicate_kv
         )
     _check_layers_dropped(layout, model)
+    _check_mtp(config, model)
     check_expert_parallel(model, spec.ep, tp=spec.tp, sequence_parallel=parallel.sequence_parallel)
     if "cu_seqlens" in task.keywords:
         check_context_parallel(config, layout, batch, model)
@@ -130,6 +133,21 @@ def _check_layers_dropped(layout: Layout, model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} skips whole layers by chance ({skipped[0]}), and each of the {layout.num_ranks} ranks draws "
             "for itself: a rank that computes a layer would wait for those that skip it. Set that rate to 0 in model.args."
+        )
+
+
+def _check_mtp(config: Config, model: nn.Module) -> None:
+    """Refuse settings of multi-token prediction that would do nothing, and a loss that its modules cannot share."""
+    modules = mtp_of(model)
+    if modules is None and config.mtp != MTPConfig():
+        raise ValueError(
+            f"[mtp] sets weights of modules that predict tokens further ahead, and {config.model.name!r} has none. Set "
+            "model.args.mtp_depth=1, which Llama, Qwen3 and DeepSeek of titan-train take, or leave [mtp] out."
+        )
+    if modules is not None and not config.train.fused_loss:
+        raise ValueError(
+            f"model.args.mtp_depth={len(modules)} with train.fused_loss=false: the modules' losses are computed in the head, "
+            "which they share. Set train.fused_loss=true (a float8 head needs float8.skip), or mtp_depth=0."
         )
 
 

@@ -10,7 +10,7 @@ documents.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import titan_cp
@@ -23,7 +23,9 @@ from titan_train.config import Config, ContextConfig
 from titan_train.data import Batch
 from titan_train.models import CausalAttention, SequenceContext, accepted_inputs
 from titan_train.models.common.delta import DeltaRule
+from titan_train.models.common.loss import IGNORE_INDEX
 from titan_train.models.common.moe.balance import moe_layers
+from titan_train.models.common.mtp import AHEAD, look_ahead
 from titan_train.models.traits import traits_of
 from titan_train.parallel.layout.batch import BatchPlan
 
@@ -72,6 +74,8 @@ class LocalBatch:
     """For `ContextAttention`."""
     samples_consumed: int = 0
     """As in `titan_train.data.Batch`."""
+    ahead: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """``ahead_tokens`` and ``ahead_labels`` ``[B, S, D]``, for a model that predicts several tokens."""
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -81,7 +85,8 @@ class LocalBatch:
     @property
     def keywords(self) -> Mapping[str, Any]:
         """What the model may accept by name."""
-        return {"positions": self.positions, "cu_seqlens": self.cu_seqlens, "attention_plan": self.attention_plan}
+        own = {"positions": self.positions, "cu_seqlens": self.cu_seqlens, "attention_plan": self.attention_plan}
+        return {**own, **self.ahead}
 
     @property
     def target(self) -> Tensor:
@@ -128,6 +133,7 @@ class ContextParallelism:
         dtype: torch.dtype,
         windows: Sequence[int] = (),
         states: bool = False,
+        mtp_depth: int = 0,
     ) -> None:
         """Connect the ranks that share a sequence. Collective over them.
 
@@ -139,6 +145,7 @@ class ContextParallelism:
             dtype: Of the queries.
             windows: Sliding windows of the model's layers, in tokens.
             states: Some layers carry a state from token to token.
+            mtp_depth: Tokens that the model predicts besides the next one.
 
         Raises:
             ValueError: Length, heads and method do not fit; the message names the nearest that do.
@@ -159,6 +166,7 @@ class ContextParallelism:
             states=states,
         )
         self._states, self._seq_len = states and config.layout == "auto", seq_len
+        self._mtp_depth = mtp_depth
         self._group = mesh.group("cp")
         self._groups: dict[str, dist.ProcessGroup | None] = {"group": self._group}
         if self._whole.method == "usp":
@@ -181,9 +189,13 @@ class ContextParallelism:
             Tensors of ``[B, S / cp]``, or ``[1, B * S / cp]`` where documents are kept apart.
         """
         tokens, labels, positions = batch.tokens, batch.labels, batch.positions
+        ahead = ()
+        if self._mtp_depth:  # before the cut: what follows a token may be on another rank
+            ahead = look_ahead(tokens, labels, positions, self._mtp_depth)
         plan = self._whole
         if batch.cu_seqlens is not None:
             tokens, labels, positions = (t.reshape(1, -1) for t in (tokens, labels, positions))
+            ahead = tuple(t.flatten(0, 1).unsqueeze(0) for t in ahead)
             boundaries = batch.cu_seqlens if batch.boundaries is None else torch.from_numpy(batch.boundaries)
             documents = joined_documents(boundaries, batch.tokens.shape[1])
             plan = self._plan(cu_seqlens=documents)
@@ -197,6 +209,10 @@ class ContextParallelism:
             cu_seqlens=None,
             attention_plan=RowsPlan(plan, windows, self._group),
             samples_consumed=batch.samples_consumed,
+            ahead={
+                name: plan.shard(t, pad_value=pad)
+                for name, t, pad in zip(AHEAD, ahead, (0, IGNORE_INDEX), strict=False)
+            },
         )
 
     def join(self, output: Tensor, rows: Any) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from titan_train.models import named_parameters
 from titan_train.parallel.param_shard import ParamShard
 
-_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_LAYER = re.compile(r"^(?!mtp\.)(?:.*?\.)??(\d+)\.")
 
 
 @dataclass(slots=True)

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 
 import titan_fp8
 import titan_fsdp as fsdp
+import torch
 from torch import Tensor, nn
 
 from titan_train.data.loader.source import TaskBatch
 from titan_train.models.call import accepted_inputs
 from titan_train.models.common.loss import ObservedLoss, TokenLoss
 from titan_train.models.common.moe.balance import set_aux_scale
+from titan_train.models.common.mtp import AHEAD, mtp_of, with_ahead
 from titan_train.parallel.gradients import Gradients
 from titan_train.parallel.param_shard import ParamShards
 from titan_train.parallel.pipeline import Pipeline
@@ -56,6 +58,8 @@ class ParallelModel:
     observed: ObservedLoss | None
     """The same loss, where the task reports it by parts."""
     gradients: Gradients
+    mtp_depth: int
+    """Tokens that the whole model predicts besides the next one."""
     context: ContextCut | None
     pipeline: Pipeline | None
     report: Report
@@ -65,10 +69,28 @@ class ParallelModel:
         for part in self.parts:
             set_aux_scale(part, 1 / sequences)
 
+    def begin_ahead(self, weight: float, device: torch.device) -> Tensor | None:
+        """Before a step: what the losses of tokens further ahead weigh.
+
+        Returns:
+            Where the step adds them up, with their labels, ``[D, 2]``; zeros on a rank without the modules, None for a model
+            without.
+        """
+        if not self.mtp_depth:
+            return None
+        for part in self.parts:
+            if (modules := mtp_of(part)) is not None:
+                return modules.begin(weight, device)
+        return torch.zeros(self.mtp_depth, 2, device=device)
+
+    def with_ahead(self, batches: Sequence[TaskBatch]) -> Sequence[TaskBatch]:
+        """Whole batches with what the model is given to predict several tokens."""
+        return [with_ahead(batch, self.mtp_depth) for batch in batches] if self.mtp_depth else batches
+
     def loss_sum(self, batch: TaskBatch) -> Tensor:
         """Sum of the loss over a batch, of text in nats over its valid labels; not under a pipeline."""
         (module,) = self.parts
-        taken = accepted_inputs(module, self.task.keywords)
+        taken = accepted_inputs(module, (*self.task.keywords, *AHEAD) if self.mtp_depth else self.task.keywords)
         passed = {name: value for name, value in batch.keywords.items() if name in taken and value is not None}
         if self.fused_loss:
             return module(*batch.inputs, **passed, labels=batch.target)

@@ -30,7 +30,7 @@ from titan_fsdp import clean_fqn, unwrap
 from torch import Tensor, nn
 
 _BLOCK_BYTES = 32 << 20
-LAYER = re.compile(r"^layers\.(\d+)\.")
+_LAYER = re.compile(r"^(layers|mtp)\.(\d+)\.")
 
 
 class QKClip:
@@ -118,8 +118,8 @@ def attention_layers(parts: Sequence[nn.Module]) -> Iterator[tuple[int, nn.Modul
     found = False
     for part in parts:
         for name, module in unwrap(part).named_modules():
-            match = LAYER.match(clean_fqn(name))
-            if match is None or not hasattr(module, "inner_attention"):
+            number = layer_of(clean_fqn(name), getattr(unwrap(part), "num_layers", 0))
+            if number is None or not hasattr(module, "inner_attention"):
                 continue
             if getattr(module, "k_norm", None) is not None:
                 raise ValueError(
@@ -127,12 +127,18 @@ def attention_layers(parts: Sequence[nn.Module]) -> Iterator[tuple[int, nn.Modul
                     "logits, and they are bounded already. Set qk_clip.threshold=0."
                 )
             found = True
-            yield int(match[1]), module
+            yield number, module
     if not found:
         raise ValueError(
             f"qk_clip.threshold: {type(unwrap(parts[0])).__name__} has no attention whose queries and keys are known by head. "
             "It serves Llama, GPT and DeepSeek of titan-train. Set qk_clip.threshold=0."
         )
+
+
+def layer_of(name: str, num_layers: int) -> int | None:
+    """The number of a parameter's or a module's layer; modules for tokens further ahead follow the model's layers."""
+    match = _LAYER.match(name)
+    return None if match is None else int(match[2]) + (num_layers if match[1] == "mtp" else 0)
 
 
 def check_qk_clip(model: nn.Module, *, compiled: bool, replicate_kv: bool) -> None:

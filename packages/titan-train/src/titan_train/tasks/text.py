@@ -70,6 +70,7 @@ class TextTask(Task):
         return None if supports_cache(model) else f"{type(unwrap(model)).__name__} does not support the key-value cache"
 
     def context(self, config: Config, mesh: "Mesh", model: "nn.Module", dtype: "torch.dtype") -> "ContextParallelism":
+        from titan_train.models.common.mtp import mtp_of
         from titan_train.models.traits import traits_of
         from titan_train.parallel.context import ContextParallelism, Heads, has_states
 
@@ -82,6 +83,7 @@ class TextTask(Task):
             dtype=dtype,
             windows=traits_of(model).windows,
             states=has_states(model),
+            mtp_depth=len(mtp_of(model) or ()),
         )
 
 

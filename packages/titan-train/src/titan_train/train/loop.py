@@ -129,7 +129,8 @@ class TrainingLoop(ObservedRun):
         if sequences != self._sequences:
             self.model.set_batch(sequences)
             self._sequences = sequences
-        result = self._optimizer_step(batches, requests, layer_norms=layer_norms)
+        mtp_weight = self.config.mtp.weight_at(number, self.config.train.steps)
+        result = self._optimizer_step(batches, requests, layer_norms=layer_norms, mtp_weight=mtp_weight)
         self.scheduler.step()
         self.step = number
         self.losses.append(result.loss)

@@ -50,6 +50,8 @@ class StepResult:
     """The largest attention logit of the step by layer; empty unless ``qk_clip.threshold`` is set."""
     spike: bool = False
     """The step was left out for its gradient norm, which ``spikes.sigma`` does not allow."""
+    mtp_losses: tuple[float, ...] = ()
+    """Mean loss of each module that predicts a token further ahead, over the labels that it has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

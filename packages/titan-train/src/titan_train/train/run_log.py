@@ -91,6 +91,7 @@ class RunLog(Observer):
             step_time_s=step_s,
             skipped=result.skipped,
             routing=result.routing,
+            mtp_losses=list(result.mtp_losses),
             split=self._seconds,
             memory=memory_in_use(self.run.device) if self._seconds else {},
             **self._throughput.rates(),

@@ -55,6 +55,8 @@ class Execution(NamedTuple):
     """Labels of the step, then the ranks that made each request."""
     layer_norms: dict[str, float]
     attention_logits: dict[str, float]
+    mtp_losses: tuple[float, ...]
+    """Mean loss of each module that predicts a token further ahead."""
     load: list[float]
     """How the experts were used, as `summed_routing` has it on the device."""
     updated: bool
@@ -109,6 +111,7 @@ class OptimizerStep:
         self._device = device
         # Float8 layers cast each weight once for all micro-batches of a step.
         self._constant_weights = titan_fp8.ConstantWeights(*model.parts)
+        self._mtp_weight = 0.0
         self._load: Tensor | None = None
         """How the last execution used the experts."""
         self._graphs = None
@@ -121,7 +124,12 @@ class OptimizerStep:
         """Entered around all steps: weights that do not train keep their casts from one step to the next."""
 
     def __call__(
-        self, batches: Sequence[TaskBatch], requests: Sequence[bool] = (), *, layer_norms: bool = False
+        self,
+        batches: Sequence[TaskBatch],
+        requests: Sequence[bool] = (),
+        *,
+        layer_norms: bool = False,
+        mtp_weight: float = 0.0,
     ) -> StepResult:
         """Train on one step's micro-batches.
 
@@ -129,7 +137,9 @@ class OptimizerStep:
             batches: This rank's micro-batches; every rank passes as many.
             requests: This rank's flags (stop, save, …), combined with "any" over the ranks.
             layer_norms: Measure the gradient by layer too; the same on every rank.
+            mtp_weight: Of the losses of tokens further ahead, for a model that predicts several.
         """
+        self._mtp_weight = mtp_weight
         # from page-locked memory, or the copy would wait for the optimizer of the step before
         asked = torch.tensor([0, *requests], dtype=torch.int64, pin_memory=self._device.type == "cuda")
         counts = asked.to(self._device, non_blocking=True)
@@ -172,11 +182,13 @@ class OptimizerStep:
             run.layer_norms,
             run.attention_logits,
             spike,
+            run.mtp_losses,
         )
 
     def _execute(self, batches: Sequence[TaskBatch], counts: Tensor, layer_norms: bool) -> Execution:
         """Forward, backward, clip and, if the optimizer can skip it by itself, the update."""
         denominator = counts[0].clamp(min=1)
+        ahead = self._model.begin_ahead(self._mtp_weight, self._device)
         if self._graphs is None:
             total = self._forward_backward(batches, denominator)
         else:
@@ -188,6 +200,8 @@ class OptimizerStep:
             drop_frozen_gradients(self._optimizer)
             norms = gradients.norms_by_layer(self._device) if layer_norms else counts.new_empty(0)
             sums = torch.stack([total, gradients.square_norm().to(self._device)])
+            if ahead is not None:
+                sums = torch.cat([sums, ahead.flatten()])
             if not self._scope.counts_loss:
                 sums[0] = 0.0
             sums = self._scope.sum(sums)
@@ -207,13 +221,17 @@ class OptimizerStep:
             counts,
             norms,
             logits,
+            sums[2:],
             *([] if self._load is None else [self._load]),
         ]
         read = iter(torch.cat([value.double() for value in values]).tolist())
         lists = [list(itertools.islice(read, value.numel())) for value in values]
-        (loss, norm, own), counted, by_layer, largest, *load = lists
+        (loss, norm, own), counted, by_layer, largest, further, *load = lists
+        mtp_losses = tuple(n / max(1.0, count) for n, count in zip(further[::2], further[1::2], strict=True))
         named = {f"layers.{i}": logit for i, logit in enumerate(largest)}
-        return Execution((loss, norm, own), counted, _named(by_layer), named, load[0] if load else [], updated)
+        return Execution(
+            (loss, norm, own), counted, _named(by_layer), named, mtp_losses, load[0] if load else [], updated
+        )
 
     def _execute_checked(
         self, rerun: "Rerun", batches: Sequence[TaskBatch], counts: Tensor, layer_norms: bool
@@ -246,7 +264,7 @@ class OptimizerStep:
             num_labels: The step's, over all ranks, at least 1: a scalar on the device.
         """
         model = self._model
-        cut = batches if model.context is None else [model.context.cut(batch) for batch in batches]
+        cut = model.with_ahead(batches) if model.context is None else [model.context.cut(batch) for batch in batches]
         with self._constant_weights:
             if model.pipeline is not None:
                 return torch.tensor(model.pipeline.step(cut, num_labels), device=self._device)

@@ -22,7 +22,7 @@ from titan_train.parallel.apply import build_parallel_model
 from titan_train.parallel.describe import describe_layout, describe_options
 from titan_train.parallel.layout.degrees import explain_mode
 from titan_train.parallel.layout.run import RunPlan, plan_run
-from titan_train.parallel.qk_clip import LAYER, QKClip
+from titan_train.parallel.qk_clip import QKClip, layer_of
 from titan_train.run_folder import keep_model, resolve_starts, run_folder, take_effect, with_kept_model
 from titan_train.task import Task, TaskInputs, load_task
 from titan_train.train.best import BestValidation, check_measured
@@ -232,11 +232,11 @@ class Trainer(TrainingLoop):
         threshold, mesh = self.config.qk_clip.threshold, self.mesh
         if not threshold:
             return None
-        numbers = [int(match[1]) for name in self.model.names if (match := LAYER.match(name))]
+        numbers = [number for name in self.model.names if (number := layer_of(name, 0)) is not None]
         return QKClip(
             self.model.parts,
             threshold,
-            num_layers=max(numbers) + 1,
+            num_layers=max(numbers) + 1 + self.model.mtp_depth,
             device=self.device,
             tokens=mesh.group("loss") if mesh is not None and mesh.size("loss") > 1 else None,
             context=mesh.group("cp") if mesh is not None and self.config.parallel.cp > 1 else None,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from titan_train.models.common.attention import SequenceContext, row_positions
 from titan_train.models.common.hf import HuggingFace, compare_settings
+from titan_train.models.common.mtp import MTPModule, MTPModules
 from titan_train.models.common.norm import RMSNorm
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.rope import rope_cos_sin
@@ -41,6 +42,9 @@ class Decoder(nn.Module):
     loss_head = "lm_head"
     """The linear to the vocabulary. Training may replace it by one that is also given the labels, and then returns the loss."""
 
+    last_stage_parts = ("norm", "lm_head", "mtp_embeddings", "mtp")
+    """Modules that only the last pipeline stage holds."""
+
     def __init__(
         self,
         layers: Sequence[nn.Module],
@@ -53,6 +57,7 @@ class Decoder(nn.Module):
         rope_theta: float = 10_000.0,
         max_seq_len: int | None = None,
         norm: Callable[..., nn.Module] = RMSNorm,
+        mtp_blocks: Sequence[nn.Module] = (),
     ) -> None:
         """Put the model together; weights are set by `init_weights`.
 
@@ -66,6 +71,7 @@ class Decoder(nn.Module):
             rope_theta: Base of the rotary frequencies.
             max_seq_len: Learned positions; None is none.
             norm: The last norm, called with d and ``eps``.
+            mtp_blocks: Layers of the modules that predict tokens further ahead, one each.
         """
         super().__init__()
         self.num_layers = len(layers)
@@ -80,6 +86,13 @@ class Decoder(nn.Module):
         self.lm_head: nn.Linear | None = nn.Linear(dim, vocab_size, bias=False)
         if tied_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
+        self.mtp_embeddings: nn.Embedding | None = None
+        self.mtp: MTPModules | None = None
+        if mtp_blocks:
+            # the same matrix under a name of its own: the last pipeline stage has no other
+            self.mtp_embeddings = nn.Embedding(vocab_size, dim)
+            self.mtp_embeddings.weight = self.tok_embeddings.weight
+            self.mtp = MTPModules([MTPModule(dim, norm_eps, block) for block in mtp_blocks])
 
     def forward(
         self,
@@ -89,6 +102,8 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_plan: Any = None,
         labels: Tensor | None = None,
+        ahead_tokens: Tensor | None = None,
+        ahead_labels: Tensor | None = None,
     ) -> Tensor:
         """Logits of every next token, or their loss.
 
@@ -101,6 +116,9 @@ class Decoder(nn.Module):
                 inside documents. None: every row is one document.
             attention_plan: Passed on to the attention, see `SequenceContext`.
             labels: ``[B, S]`` int64, handed on to a head that computes the loss, see ``loss_head``.
+            ahead_tokens: ``[B, S, D]`` int64, from `titan_train.models.common.mtp.look_ahead`, for a model with D such modules.
+            ahead_labels: ``[B, S, D]`` int64, likewise. In training, the loss of labels has the gradient of the modules' losses
+                too.
 
         Returns:
             ``[B, S, V]``, in the parameters' dtype; ``[B, S, d]`` from a pipeline stage without head; with labels, the
@@ -120,7 +138,20 @@ class Decoder(nn.Module):
         if self.norm is None or self.lm_head is None:
             return x
         x = self.norm(x)
-        return self.lm_head(x) if labels is None else self.lm_head(x, labels)
+        if labels is None:
+            return self.lm_head(x)
+        loss = self.lm_head(x, labels)
+        if not self.training or self.mtp is None or ahead_tokens is None or ahead_labels is None:
+            return loss
+        assert self.mtp_embeddings is not None
+        return loss + self.mtp.loss(x, ahead_tokens, ahead_labels, context, self.mtp_embeddings, self.lm_head)
+
+    @property
+    def fsdp_units(self) -> tuple[str, ...]:
+        """The head is a unit of its own where it runs several times, unless it is part of another matrix."""
+        if self.mtp is None or self.lm_head is None or self.mtp_embeddings is None:
+            return ()
+        return () if self.lm_head.weight is self.mtp_embeddings.weight else ("lm_head",)
 
     def sequence_context(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, attention_plan: Any = None

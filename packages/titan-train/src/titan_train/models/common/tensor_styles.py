@@ -71,3 +71,19 @@ DECODER_STYLES: StyleTable = {
     "lm_head": "head",
 }
 """The table of a `titan_train.models.common.decoder.Decoder` of the shared blocks."""
+
+
+def with_mtp(table: StyleTable) -> StyleTable:
+    """The table of a decoder that may have modules for tokens further ahead: their blocks are cut as its layers are."""
+    blocks: StyleTable = {
+        f"mtp.*.block.{pattern.removeprefix('layers.*.')}": style
+        for pattern, style in table.items()
+        if pattern.startswith("layers.*.")
+    }
+    own: StyleTable = {
+        "mtp_embeddings": "embedding",
+        "mtp.*.*_norm": "replicated",
+        "mtp.*.proj": "replicated",
+        "mtp.*.norm": "replicated",
+    }
+    return {**table, **blocks, **own}

@@ -6,7 +6,7 @@
 - `hf`: its checkpoints on Hugging Face, and what their ``config.json`` means here.
 """
 
-from titan_train.models.common.tensor_styles import DECODER_STYLES, StyleTable
+from titan_train.models.common.tensor_styles import DECODER_STYLES, StyleTable, with_mtp
 from titan_train.models.deepseek.args import DEEPSEEK_CONFIGS, DeepSeekArgs
 from titan_train.models.family import Family
 
@@ -24,6 +24,6 @@ DEEPSEEK_FAMILY = Family(
     args=DeepSeekArgs,
     configs=DEEPSEEK_CONFIGS,
     model="titan_train.models.deepseek.model:DeepSeek",
-    tensor_styles={**_LATENT_STYLES, **DECODER_STYLES},
+    tensor_styles=with_mtp({**_LATENT_STYLES, **DECODER_STYLES}),
     hf="titan_train.models.deepseek.hf:DEEPSEEK_HF",
 )

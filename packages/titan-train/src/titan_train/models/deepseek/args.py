@@ -1,7 +1,7 @@
 """Shapes of DeepSeek-V2-Lite and DeepSeek-V3.
 
-Sources: arXiv:2405.04434 (V2, appendix B), arXiv:2412.19437 (V3, section 4.2) and the published configurations. V3's
-extra layer that predicts a second token is not part of the model here. Parameter counts are exact and held by a test.
+Sources: arXiv:2405.04434 (V2, appendix B), arXiv:2412.19437 (V3, section 4.2) and the published configurations. V3's module
+that predicts a second token is left to ``mtp_depth``. Parameter counts are exact and held by a test.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,8 @@ class DeepSeekArgs(MoEArgs):
     """Added to the mean square in RMSNorm."""
     tied_embeddings: bool = False
     """The head is the embedding's matrix."""
+    mtp_depth: Annotated[int, Range(0, note="0 is none, DeepSeek-V3 has 1")] = 0
+    """Modules that predict one token further ahead each (multi-token prediction); 0 is none."""
     num_shared_experts: Annotated[int, Range(0)] = 1
     """Experts that every token goes through."""
     scores: Scores = "sigmoid"
@@ -99,7 +101,7 @@ class DeepSeekArgs(MoEArgs):
         dense = Block(self.num_dense_layers, attention, FeedForwardShape(self.ffn_dim))
         routed = Block(self.num_layers - self.num_dense_layers, attention, self.experts_shape())
         blocks = tuple(block for block in (dense, routed) if block.count)
-        return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings)
+        return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings, mtp=self.mtp_depth)
 
 
 DEEPSEEK_CONFIGS: dict[str, DeepSeekArgs] = {

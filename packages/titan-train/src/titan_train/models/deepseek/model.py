@@ -29,6 +29,7 @@ class DeepSeek(Decoder):
             tied_embeddings=args.tied_embeddings,
             rope_dim=args.qk_rope_head_dim,
             rope_theta=args.rope_theta,
+            mtp_blocks=[_block(args, sparse=args.num_dense_layers < args.num_layers) for _ in range(args.mtp_depth)],
         )
         self.args = args
 

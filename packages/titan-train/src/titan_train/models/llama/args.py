@@ -34,6 +34,8 @@ class LlamaArgs:
     """Added to the mean square in RMSNorm."""
     tied_embeddings: bool = False
     """The head is the embedding's matrix."""
+    mtp_depth: Annotated[int, Range(0, note="0 is none, DeepSeek-V3 has 1")] = 0
+    """Modules that predict one token further ahead each (multi-token prediction); 0 is none."""
     rope_theta: Annotated[float, Range(above=1, note="Llama 3 takes 500000")] = 500_000.0
     """Base of the rotary frequencies."""
     rope_factor: Annotated[float, Range(1, note="1 is plain RoPE")] = 1.0
@@ -66,7 +68,7 @@ class LlamaArgs:
         """What `Family.shape` returns."""
         attention = AttentionWidths(self.num_heads, self.num_kv_heads, self.head_width)
         blocks = (Block(self.num_layers, attention, FeedForwardShape(self.ffn_dim)),)
-        return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings)
+        return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings, mtp=self.mtp_depth)
 
 
 LLAMA_CONFIGS: dict[str, LlamaArgs] = {

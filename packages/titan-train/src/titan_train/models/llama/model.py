@@ -28,6 +28,7 @@ class Llama(Decoder):
             tied_embeddings=args.tied_embeddings,
             rope_dim=args.head_width,
             rope_theta=args.rope_theta,
+            mtp_blocks=[_block(args) for _ in range(args.mtp_depth)],
         )
         self.args = args
 

@@ -34,6 +34,8 @@ class Qwen3Args(RoutingArgs):
     """Added to the mean square in RMSNorm."""
     tied_embeddings: bool = False
     """The head is the embedding's matrix."""
+    mtp_depth: Annotated[int, Range(0, note="0 is none, DeepSeek-V3 has 1")] = 0
+    """Modules that predict one token further ahead each (multi-token prediction); 0 is none."""
     rope_theta: Annotated[float, Range(above=1, note="Qwen3 takes 1000000")] = 1_000_000.0
     """Base of the rotary frequencies."""
     num_experts: Annotated[int, Range(0, note="0 is the dense model")] = 0
@@ -66,7 +68,7 @@ class Qwen3Args(RoutingArgs):
         attention = AttentionWidths(self.num_heads, self.num_kv_heads, self.head_dim, qk_norm=True)
         inner = self.moe().experts_shape() if self.num_experts else FeedForwardShape(self.ffn_dim)
         blocks = (Block(self.num_layers, attention, inner),)
-        return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings)
+        return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings, mtp=self.mtp_depth)
 
 
 QWEN3_CONFIGS: dict[str, Qwen3Args] = {

@@ -25,6 +25,7 @@ class Qwen3(Decoder):
             tied_embeddings=args.tied_embeddings,
             rope_dim=args.head_dim,
             rope_theta=args.rope_theta,
+            mtp_blocks=[_block(args) for _ in range(args.mtp_depth)],
         )
         self.args = args
 

@@ -52,6 +52,11 @@ class EncoderArgs:
         check_decoder = getattr(super(), "__post_init__", None)
         if check_decoder is not None:
             check_decoder()
+        if getattr(self, "mtp_depth", 0):
+            raise ValueError(
+                f"model.args.mtp_depth={self.mtp_depth}: the tokens ahead of an image have no embeddings, so models of images "  # pyright: ignore[reportAttributeAccessIssue]
+                "do not predict several. Set mtp_depth=0."
+            )
         # an encoder alone has no decoder layers
         num_layers: int = getattr(self, "num_layers", len(self.deepstack_layers))
         if self.vision_dim % self.vision_heads or self.vision_dim // self.vision_heads % 4:

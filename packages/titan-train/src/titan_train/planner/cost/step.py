@@ -152,7 +152,7 @@ def second_token(c: Context, shape: ModelShape, costs: list[BlockCost]) -> list[
     if shape.blocks[-1].ffn is not None:
         return [costs[-1]]
     plain = in_bf16(c)
-    return [block_cost(plain, shape.blocks[-1]), block_cost(plain, next(b for b in shape.blocks if b.ffn is not None))]
+    return [block_cost(plain, block) for block in shape.mtp_blocks]
 
 
 def head_seconds(c: Context, shape: ModelShape) -> float:

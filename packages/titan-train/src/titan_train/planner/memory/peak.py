@@ -96,8 +96,9 @@ def shares_on_a_v(shape: ModelShape, pp: int, seq_len: int) -> tuple[float, floa
     """Parts of the blocks on the rank with embedding and head, and on the fullest other, as the trainer cuts by FLOPs."""
     key = ("on a V", pp, seq_len)
     if key not in shape.memo:
-        block = replace(shape, vocab=0).flops_per_token(seq_len, causal=False) / shape.num_layers
-        cut = _cut(shape.num_layers, round(6.0 * shape.head_parameters / block, 2), 2 * pp)
+        block = replace(shape, vocab=0, mtp=0).flops_per_token(seq_len, causal=False) / shape.num_layers
+        head = shape.mtp + (1 + shape.mtp) * 6.0 * shape.head_parameters / block
+        cut = _cut(shape.num_layers, round(head, 2), 2 * pp)
         ranks = [cut[r] + cut[-1 - r] for r in range(pp)]
         shape.memo[key] = ranks[0] / shape.num_layers
         shape.memo["inner of a V", pp, seq_len] = max(ranks[1:]) / shape.num_layers

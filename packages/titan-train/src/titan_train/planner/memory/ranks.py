@@ -23,6 +23,7 @@ from titan_train.config import CompileConfig, Config
 from titan_train.models import count_parameters
 from titan_train.models.build import build_model
 from titan_train.models.common.moe.routed import expert_stacks
+from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import ModelShape
 from titan_train.models.traits import traits_of
@@ -230,6 +231,7 @@ class RankProgram:
         if (
             not self._is_known()
             or not self.closed_form
+            or self._shape().mtp
             or frozen
             or config.parallel.tp_plan
             or (
@@ -307,11 +309,15 @@ class RankProgram:
                 replicate_kv=parallel.replicate_kv,
             )
         if head is not None:
+            depth = len(mtp_of(part) or ())
             rows, seq_len = self.batch.microbatch, self.config.model.seq_len // self.layout.spec.cp
 
             def with_labels(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
                 labels = torch.zeros(rows, seq_len, dtype=torch.int64, device=args[0].device)
-                return args, {**kwargs, "labels": labels}
+                kwargs = {**kwargs, "labels": labels}
+                if depth:
+                    kwargs |= dict.fromkeys(AHEAD, labels.unsqueeze(-1).expand(-1, -1, depth))
+                return args, kwargs
 
             part.register_forward_pre_hook(with_labels, with_kwargs=True)
         return part
