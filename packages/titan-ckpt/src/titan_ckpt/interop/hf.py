@@ -186,6 +186,7 @@ def import_hf(
                 shard = (shards or {}).get(name)
                 view = _grown(view, (state.tensors[name].shape if shard is None else shard.shape)[0])
             fills += _fills(view, state.tensors[name], name, (shards or {}).get(name))
+    _check_copies(Path(folder), names)
     with torch.no_grad():
         for view, box, into in fills:
             view.fill(box, into)
@@ -254,6 +255,18 @@ def _views_of(
         _log.warning(text, folder, len(unknown), names.family, unknown[:8])
         views = {name: view for name, view in views.items() if name not in unknown}
     return from_hf(views, names, wanted)
+
+
+def _check_copies(folder: Path, names: KeyMap | None) -> None:
+    """Raise where two tensors of the folder differ that are one in the model."""
+    if names is None or not names.copies:
+        return
+    views = SafetensorsReader(folder).views()
+    for copy, other in names.copies:
+        if copy in views and other in views:
+            _check_readable(views, (copy, other))
+            if not _equal([views[copy], views[other]]):
+                raise ValueError(f"{copy} and {other} are one weight in this model, but differ in {folder}.")
 
 
 def _check_readable(views: Mapping[str, View], names: Iterable[str]) -> None:

@@ -61,6 +61,9 @@ class KeyMap:
     """Regular expressions of Hugging Face names that no native model holds, such as precomputed frequencies."""
     left_out: tuple[str, ...] = ()
     """Regular expressions of native names that no checkpoint holds. They are neither exported nor expected on import."""
+    copies: tuple[tuple[str, str], ...] = ()
+    """Hugging Face names of tensors that a checkpoint stores once more, each with the name of the other, such as an embedding
+    that two modules share. They are exported, and on import must be equal."""
     _cache: dict[str, re.Pattern[str]] = field(default_factory=dict[str, re.Pattern[str]], repr=False, compare=False)
 
     def to_hf(self, name: str) -> str:
@@ -130,7 +133,7 @@ class KeyMap:
 
     def ignores(self, name: str) -> bool:
         """Whether a Hugging Face tensor is not imported."""
-        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+        return any(name == copy for copy, _ in self.copies) or any(re.fullmatch(p, name) for p in self.ignored)
 
     def match_native(self, name: str) -> tuple[Pair, dict[str, str]]:
         """The pair of a native name, with the numbers in the name.
@@ -164,7 +167,13 @@ class KeyMap:
     def to_json(self) -> str:
         """The map as JSON text, for `load_key_map`."""
         pairs = [{key: value for key, value in asdict(pair).items() if value} for pair in self.pairs]
-        value = {"family": self.family, "pairs": pairs, "ignored": self.ignored, "left_out": self.left_out}
+        value = {
+            "family": self.family,
+            "pairs": pairs,
+            "ignored": self.ignored,
+            "left_out": self.left_out,
+            "copies": self.copies,
+        }
         return json.dumps(value, indent=1)
 
     @classmethod
@@ -178,7 +187,8 @@ class KeyMap:
             value: dict[str, Any] = json.loads(text)
             pairs = tuple(_pair(pair) for pair in value["pairs"])
             ignored, left_out = tuple(value.get("ignored", ())), tuple(value.get("left_out", ()))
-            return cls(str(value["family"]), pairs, ignored, left_out)
+            copies = tuple((str(copy), str(other)) for copy, other in value.get("copies", ()))
+            return cls(str(value["family"]), pairs, ignored, left_out, copies)
         except (ValueError, TypeError, KeyError, AttributeError) as err:
             raise ValueError(f"not a key map: {type(err).__name__}: {err}. Write it with KeyMap.to_json().") from err
 

@@ -66,7 +66,7 @@ def to_hf(native: Mapping[str, View], names: KeyMap) -> dict[str, View]:
         if len(parts) != count:
             raise ValueError(f"{name!r} is made of {count} tensors, but the step holds {len(parts)} of them.")
         hf[name] = JoinView([parts[i] for i in range(count)], dim)
-    return hf
+    return hf | {copy: hf[other] for copy, other in names.copies if other in hf}
 
 
 def _chosen(
