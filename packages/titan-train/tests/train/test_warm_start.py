@@ -29,6 +29,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3_debug", {"num_layers": 4, "tied_embeddings": True}),
     "qwen3-moe-tied": ("qwen3_moe_debug", {"num_layers": 4, "tied_embeddings": True}),
     "deepseek-tied": ("deepseek_debug", {"num_layers": 4, "tied_embeddings": True}),
+    "deepseek-mtp": ("deepseek_debug", {"num_layers": 3, "mtp_depth": 1}),
+    "llama-tied-mtp": ("llama3_debug", LLAMA | {"tied_embeddings": True, "mtp_depth": 2}),
 }
 LARGE = {"large": ("llama3_debug", {"num_layers": 1, "dim": 64, "vocab_size": 262_144})}
 PP = {"parallel": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}
@@ -40,6 +42,7 @@ CASES = [
     ("gpt-tied", 4, {"parallel": {"tp": 2, "pp": 2}, "pipeline": {"schedule": "1f1b"}}),
     ("qwen3-moe", 2, {"parallel": {"ep": 2}}),
     ("deepseek", 4, {"parallel": {"ep": 2, "tp": 2}}),
+    ("deepseek-mtp", 2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "1f1b"}}),
     *(
         pytest.param(name, ranks, layout, marks=pytest.mark.slow)
         for name in MODELS
@@ -71,11 +74,12 @@ def publish(folder: Path, name: str) -> Path:
     generator = torch.Generator().manual_seed(1)
     published: dict[str, torch.Tensor] = {}
     packed: dict[str, dict[int, torch.Tensor]] = {}
+    names = hf.names(model.args)
     for key, value in model.state_dict().items():
-        if key == "lm_head.weight" and model.args.tied_embeddings:
+        if key == "mtp_embeddings.weight" or (key == "lm_head.weight" and model.args.tied_embeddings):
             continue
         value = torch.randn(value.shape, generator=generator)
-        pair, letters = hf.key_map.match_native(key)
+        pair, letters = names.match_native(key)
         value = value.t() if pair.transposed else value
         if pair.stacked:
             published |= {pair.hf.format(**letters, j=j): value[j].clone() for j in range(len(value))}
@@ -85,6 +89,7 @@ def publish(folder: Path, name: str) -> Path:
             published[pair.hf.format(**letters)] = value.contiguous()
     for key, parts in packed.items():
         published[key] = torch.cat([parts[i] for i in range(len(parts))], dim=-1).contiguous()
+    published |= {copy: published[other].clone() for copy, other in names.copies}
     out = folder / "published"
     out.mkdir()
     save_file(published, out / "model.safetensors", {"format": "pt"})
@@ -118,10 +123,10 @@ def test_published_weights_come_in_and_leave_bit_for_bit(
     source = publish(tmp_path, name)
     losses = run_ranks(start_and_save, ranks, tmp_path, name, layout, f"hf:{source}", timeout_s=120, init=ranks > 1)
     assert all(0 < loss < 1000 for loss in losses)
-    model = build_model(ModelConfig(name=MODELS[name][0]), vocab_size=None)
+    model: Any = build_model(ModelConfig(name=MODELS[name][0], args=MODELS[name][1]), vocab_size=None)
     family = family_of(model)
     assert family is not None
-    names = family.load_hf().key_map
+    names = family.load_hf().names(model.args)
     names = names.leaving_out("lm_head.weight") if "tied" in name else names
     export_hf(tmp_path / "run" / "checkpoints" / "step-00000000", tmp_path / "back", names=names)
     want, got = load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")

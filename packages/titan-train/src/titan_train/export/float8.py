@@ -14,7 +14,7 @@ from torch import nn
 from titan_train.models.family import Family
 
 _BLOCK = 128
-_MATRIX = re.compile(r"(model\.layers\..*)\.(\w+_proj|kv_a_proj_with_mqa)\.weight")
+_MATRIX = re.compile(r"(model\.layers\..*)\.(?!eh_)(\w+_proj|kv_a_proj_with_mqa)\.weight")
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 
 
@@ -43,10 +43,10 @@ def float8_config(model: nn.Module, family: Family) -> dict[str, Any]:
     """``quantization_config`` of ``config.json``, as transformers, vLLM and SGLang read DeepSeek-V3's."""
     chosen = float8_names(model, family)
     kept = [name.removesuffix(".weight") for name, _, _ in _matrices(model, family) if name not in chosen]
-    routers = [
-        f"model.layers.{name.split('.')[1]}.mlp.gate" for name, _ in model.named_parameters() if "router" in name
-    ]
-    whole = ["lm_head", *kept, *routers]
+    args: Any = model.args
+    key_map = family.load_hf().names(args)
+    others = [name for name, _ in model.named_parameters() if re.search(r"\.router\.gate\.|^mtp\.\d+\.proj\.", name)]
+    whole = ["lm_head", *kept, *(key_map.to_hf(name).removesuffix(".weight") for name in others)]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -50,7 +50,32 @@ class HuggingFace:
 
     def names(self, args: Any) -> KeyMap:
         """The key map of a model with these arguments."""
-        return self.key_map if isinstance(self.key_map, KeyMap) else self.key_map(args)
+        names = self.key_map if isinstance(self.key_map, KeyMap) else self.key_map(args)
+        return names_with_mtp(names, args) if hasattr(args, "mtp_depth") else names
+
+
+def names_with_mtp(names: KeyMap, args: Any) -> KeyMap:
+    """The key map with modules for tokens further ahead as DeepSeek-V3 is published: each is a further layer.
+
+    A model without takes no notice of such a layer of a folder.
+    """
+    if not args.mtp_depth:
+        return names.ignoring(rf"model\.layers\.{args.num_layers}\..*") if names.family == "deepseek" else names
+    pairs: list[Pair] = []
+    copies: list[tuple[str, str]] = []
+    for k in range(args.mtp_depth):
+        here, there = f"mtp.{k}", f"model.layers.{args.num_layers + k}"
+        for pair in names.pairs:
+            if pair.native.startswith("layers.{i}."):
+                native = pair.native.replace("layers.{i}", f"{here}.block", 1)
+                pairs.append(dataclasses.replace(pair, native=native, hf=pair.hf.replace("model.layers.{i}", there, 1)))
+        pairs += [Pair(f"{here}.{native}.weight", f"{there}.{hf}.weight") for native, hf in _MTP]
+        head = "model.embed_tokens.weight" if args.tied_embeddings else "lm_head.weight"
+        copies += [
+            (f"{there}.embed_tokens.weight", "model.embed_tokens.weight"),
+            (f"{there}.shared_head.head.weight", head),
+        ]
+    return dataclasses.replace(names, pairs=(*pairs, *names.pairs), copies=tuple(copies))
 
 
 def rope_fields(theta: float, scaling: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -208,6 +233,7 @@ def describe_decoder(args: Any) -> dict[str, Any]:
         "rms_norm_eps": args.norm_eps,
         "attention_bias": False,
         "tie_word_embeddings": args.tied_embeddings,
+        **({"num_nextn_predict_layers": args.mtp_depth} if getattr(args, "mtp_depth", 0) else {}),
     }
 
 
@@ -241,6 +267,9 @@ DENSE = tuple(
     Pair(f"layers.{{i}}.feed_forward.{native}.weight", f"model.layers.{{i}}.mlp.{hf}_proj.weight")
     for native, hf in PROJECTIONS
 )
+
+_MTP = (("embedding_norm", "enorm"), ("hidden_norm", "hnorm"), ("proj", "eh_proj"), ("norm", "shared_head.norm"))
+"""What a module for a token further ahead has beside its block."""
 
 _EXPERTS = "model.layers.{i}.mlp.experts"
 

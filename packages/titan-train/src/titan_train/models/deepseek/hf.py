@@ -25,7 +25,7 @@ from titan_train.models.common.hf import (
 )
 from titan_train.models.deepseek.args import DeepSeekArgs
 
-_ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss")
+_ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss", "mtp_depth")
 _ONLY_WITH_YARN = ("rope_original_seq_len", "rope_beta_fast", "rope_beta_slow", "rope_mscale")
 
 _KINDS = ("deepseek_v2", "deepseek_v3")
@@ -149,6 +149,7 @@ def config_of(args: DeepSeekArgs) -> dict[str, Any]:
     return {
         "architectures": ["DeepseekV3ForCausalLM" if v3 else "DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v3" if v3 else "deepseek_v2",
+        "num_nextn_predict_layers": 0,
         **describe_decoder(args),
         "intermediate_size": args.ffn_dim,
         "first_k_dense_replace": args.num_dense_layers,
@@ -169,7 +170,6 @@ def config_of(args: DeepSeekArgs) -> dict[str, Any]:
         "routed_scaling_factor": args.route_scale,
         "scoring_func": args.scores,
         "topk_method": "noaux_tc" if v3 else "group_limited_greedy" if grouped else "greedy",
-        "num_nextn_predict_layers": 0,
         **({"rope_interleave": True} if v3 else {}),
         **rope_fields(args.rope_theta, scaling),
     }
@@ -209,5 +209,5 @@ DEEPSEEK_HF = HuggingFace(
     kinds=_KINDS,
     settings_of=settings_of,
 )
-"""Float8 weights with block scales are read too. V3's extra prediction layer is left out with
-``key_map.ignoring(r"model\\.layers\\.61\\..*")``."""
+"""Float8 weights with block scales are read too. V3's further layer, which predicts a second token, is read with
+``mtp_depth=1`` and passed over with 0 (`HuggingFace.names`)."""

@@ -57,6 +57,7 @@ def settings_of(args: LlamaArgs) -> dict[str, Any]:
     """What decides the logits, in one spelling."""
     settings = {name: getattr(args, name) for name in args.__dataclass_fields__}
     settings["head_dim"] = args.head_width
+    del settings["mtp_depth"]  # in the weights or not, it changes no logits
     if args.rope_factor == 1.0:
         for name in ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len"):
             del settings[name]

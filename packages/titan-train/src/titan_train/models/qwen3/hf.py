@@ -22,7 +22,7 @@ from titan_train.models.common.hf import (
 from titan_train.models.qwen3.args import Qwen3Args
 
 _ONLY_WITH_EXPERTS = ("experts_per_token", "expert_ffn_dim", "num_shared_experts", "scores", "normalize_weights")
-_ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss")
+_ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss", "mtp_depth")
 
 _KINDS = ("qwen3", "qwen3_moe")
 
