@@ -51,6 +51,11 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--compile", action="store_true", help="compile the step of one token, for many tokens on a GPU"
     )
+    parser.add_argument(
+        "--draft",
+        action="store_true",
+        help="with --temperature 0: the run's mtp_depth modules draft tokens, which the model verifies several at a time",
+    )
     parser.add_argument("--max-new-tokens", type=integer(1), default=200, metavar="N", help="default 200")
     parser.add_argument(
         "--temperature", type=number(0), default=0.8, help="0 always takes the most likely token; default 0.8"
@@ -161,7 +166,7 @@ def _images(arguments: argparse.Namespace) -> int:
         raise ValueError("--out: images are sampled by one process. Run titan-train generate without torchrun.")
     if arguments.out.suffix.lower() != ".png":
         raise ValueError(f"--out {arguments.out}: images are written as PNG. Name a file that ends with .png.")
-    for option in ("image", "chat", "stop", "compile"):
+    for option in ("image", "chat", "stop", "compile", "draft"):
         if getattr(arguments, option):
             raise ValueError(f"--{option} is for text, and --out for images. Leave one of them out.")
     from titan_train.tasks.diffusion.show import show_captions
@@ -217,8 +222,8 @@ def _continue(arguments: argparse.Namespace, run: "LoadedRun", sampling: "Sampli
 
     texts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
     if arguments.image:
-        if arguments.chat or arguments.compile:
-            raise ValueError("--image goes with neither --chat nor --compile. Leave these out.")
+        if arguments.chat or arguments.compile or arguments.draft:
+            raise ValueError("--image goes with none of --chat, --compile and --draft. Leave these out.")
         from titan_train.tasks.vision.show import images_shown
 
         with images_shown(run, arguments.image, texts) as prompts:
@@ -240,8 +245,9 @@ def _write(
     *,
     shown: bool,
 ) -> None:
-    from titan_train.generation import stream_text
+    from titan_train.generation import DraftCount, stream_text
 
+    count = DraftCount() if arguments.draft else None
     pieces = stream_text(
         run,
         prompts,
@@ -250,9 +256,12 @@ def _write(
         seeds=range(arguments.seed, arguments.seed + len(prompts)),
         stop=arguments.stop,
         compiled=arguments.compile,
+        draft=count,
     )
     if shown:
         _print([""] * len(texts) if arguments.chat else texts, pieces)
+        if count is not None:
+            print(count.text(), file=sys.stderr)
     else:
         for _ in pieces:
             pass
@@ -280,6 +289,7 @@ def _exported(arguments: argparse.Namespace) -> int:
         "--image": arguments.image,
         "--stop": arguments.stop,
         "--compile": arguments.compile,
+        "--draft": arguments.draft,
     }.items():
         if given:
             raise ValueError(

@@ -1,7 +1,8 @@
 """Text and tokens from any model of a run.
 
 `run` loads a run's model and tokenizer; `decode` turns prompts into a stream of token ids; `sampling` chooses each token;
-`cache` is the key-value cache; `text` turns tokens into text, with stop words and conversations;
+`cache` is the key-value cache; `draft` takes several tokens a forward; `text` turns tokens into text, with stop words and
+conversations;
 `tensor` cuts a model over ranks.
 """
 
@@ -12,6 +13,7 @@ from titan_train.lazy import first_use
 if TYPE_CHECKING:
     from titan_train.generation.cache import CachedAttention, kv_cache, supports_cache
     from titan_train.generation.decode import Decoding, generate, stream
+    from titan_train.generation.draft import DraftCount
     from titan_train.generation.run import load_run
     from titan_train.generation.sampling import Sampling, choose_tokens, filter_logits, penalize_repetition
     from titan_train.generation.text import LoadedRun, StopWords, TextPiece, encode_chat, encode_prompt, stream_text
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CachedAttention",
     "Decoding",
+    "DraftCount",
     "LoadedRun",
     "Sampling",
     "StopWords",

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.generation.cache import CacheLength, kv_cache, supports_cache
+from titan_train.generation.draft import DraftCount, drafted_tokens
 from titan_train.generation.sampling import Sampling, choose_tokens
 from titan_train.models import unwrap
+from titan_train.models.common.mtp import mtp_of
 from titan_train.models.traits import traits_of
 from titan_train.values import Range, check_values
 
@@ -61,6 +63,9 @@ class Decoding:
     """Choose among this many first tokens: the tokenizer's, where the model has more rows; None takes all."""
     multiple_of: int = 1
     """Call the model with a multiple of so many tokens, which sequence parallelism cuts evenly over its ranks."""
+    draft: DraftCount | None = None
+    """Let the model's modules for tokens further ahead draft, verify several tokens a forward, and count here how many are
+    accepted: the same greedy tokens in fewer forwards."""
 
     def __post_init__(self) -> None:
         check_values("", self)
@@ -96,7 +101,8 @@ def stream(model: nn.Module, prompts: Sequence[Sequence[int]], **options: Any) -
 def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -> Iterator[list[int | None]]:
     device = next(model.parameters()).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    total = _rounded(int(lengths.max()) + how.max_new_tokens, how.multiple_of)
+    beyond = 0 if how.draft is None else len(mtp_of(model) or ()) + 1  # drafts behind the last token
+    total = _rounded(int(lengths.max()) + how.max_new_tokens + beyond, how.multiple_of)
     tokens = torch.zeros(len(prompts), total, dtype=torch.int64, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
@@ -112,6 +118,9 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
         own: Callable[[], Callable[[nn.Module, Tensor, Tensor, int], Tensor]] | None = getattr(
             model, "new_decoder", None
         )
+        if how.draft is not None:
+            yield from _drafted(model, prompts, tokens, restore.enter_context(kv_cache(model, total)), how)
+            return
         if own is not None:
             next_logits = own()
         elif how.use_cache:
@@ -133,6 +142,21 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
             if all(ended):
                 return
             yield [None if end else token for end, token in zip(ended, ids, strict=True)]
+
+
+def _drafted(
+    model: nn.Module, prompts: Sequence[Sequence[int]], tokens: Tensor, in_use: CacheLength, how: Decoding
+) -> Iterator[list[int | None]]:
+    """`_stream` with drafts."""
+    assert how.draft is not None
+    rows = drafted_tokens(model, prompts, tokens, in_use, vocab_size=how.vocab_size, count=how.draft)
+    ended = [False] * len(prompts)
+    for step in range(how.max_new_tokens):
+        ids = rows.send(ended) if step else next(rows)
+        ended = [was or token in how.stop_ids for was, token in zip(ended, ids, strict=True)]
+        if all(ended):
+            return
+        yield [None if end else token for end, token in zip(ended, ids, strict=True)]
 
 
 def _eager_unless(compiled: bool) -> AbstractContextManager[object]:
@@ -234,10 +258,31 @@ def _check(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) ->
         )
     if how.compiled and not how.use_cache:
         raise ValueError("compiled=True needs the key-value cache, whose step has a fixed shape. Leave use_cache=None.")
+    if how.draft is not None:
+        _check_draft(model, how)
     given = max(len(prompt) for prompt in prompts)
     limit = traits_of(model).max_seq_len
     if limit is not None and given + how.max_new_tokens > limit:
         raise ValueError(
             f"a prompt of {given} tokens and max_new_tokens={how.max_new_tokens} need {given + how.max_new_tokens} "
             f"positions, but the model has learned {limit}: the most it can add is {max(0, limit - given)}."
+        )
+
+
+def _check_draft(model: nn.Module, how: Decoding) -> None:
+    if mtp_of(model) is None:
+        raise ValueError(
+            f"drafts need modules that predict tokens further ahead, and this {type(unwrap(model)).__name__} has none: it was "
+            "not trained with model.args.mtp_depth. Generate without drafts."
+        )
+    sampling = how.sampling
+    if sampling.temperature != 0 or sampling.repetition_penalty != 1:
+        raise ValueError(
+            f"drafts with temperature={sampling.temperature} and repetition_penalty={sampling.repetition_penalty}: a draft is "
+            "accepted if it is the likeliest token. Set temperature 0 and repetition_penalty 1, or generate without drafts."
+        )
+    if how.compiled or how.multiple_of > 1 or not how.use_cache:
+        raise ValueError(
+            "drafts need the key-value cache, and forwards of as many tokens as there are drafts: leave use_cache=None, "
+            "compiled=False and multiple_of=1."
         )
