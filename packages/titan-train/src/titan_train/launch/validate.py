@@ -53,7 +53,7 @@ def check_start(config: Config, world_size: int) -> "RunPlan":
 
 
 # sections that the module has a say in, beyond its arguments
-_OF_THE_MODULE = ("parallel", "context", "pipeline", "activations", "float8", "compile", "kernels", "qk_clip")
+_OF_THE_MODULE = ("parallel", "context", "pipeline", "activations", "float8", "compile", "kernels", "qk_clip", "mtp")
 
 
 def decided_by_arguments(config: Config, plan: "RunPlan") -> bool:
@@ -71,6 +71,7 @@ def decided_by_arguments(config: Config, plan: "RunPlan") -> bool:
         and optimizer.name != "muon"
         and not any(named)
         and not config.model.init
+        and not config.model.args.get("mtp_depth")
         and not config.checkpoint.start_from
         and config.model.parametrization == "standard"
         and not any(block.only_counted for block in _shipped_shape(config.model.name).blocks)

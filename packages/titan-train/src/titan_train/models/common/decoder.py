@@ -36,7 +36,12 @@ class Decoder(nn.Module):
     supports_kv_cache = True
     """Tokens meet only in `CausalAttention`, so generation may put a key-value cache there."""
 
-    token_wise = ("*layers.*.feed_forward", "*layers.*.moe.shared_experts")
+    token_wise = (
+        "*layers.*.feed_forward",
+        "*layers.*.moe.shared_experts",
+        "mtp.*.feed_forward",
+        "mtp.*.moe.shared_experts",
+    )
     """Feed-forwards that map each token by itself."""
 
     loss_head = "lm_head"
