@@ -21,13 +21,21 @@ LAYOUTS = {
     "cp pp": (4, {"parallel": {"cp": 2, "pp": 2}, "pipeline": {"schedule": "1f1b"}}),
     "cp tp": (4, {"parallel": {"cp": 2, "tp": 2}}),
 }
-HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h", "kimi_linear")
+HYBRID = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "nemotron_h",
+    "kimi_linear",
+    "olmo_hybrid",
+)
 ROUTED = (
     "gpt_oss", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v32", "minimax_m2", "ernie4_5_moe",
     "hunyuan_v1_moe",
 )  # fmt: skip
 DENSE = ("olmo3", "llama4_text", "ministral", "ministral3", "gemma4_text", "ernie4_5", "hunyuan_v1_dense")
-WITHOUT_EXPERTS = (*DENSE, "qwen3_5_text")
+WITHOUT_EXPERTS = (*DENSE, "qwen3_5_text", "olmo_hybrid")
 WITHOUT_CP = ("glm_moe_dsa", "deepseek_v32")
 KINDS = (*HYBRID, *ROUTED, *DENSE)
 DEFAULT = [("cp", ("gpt_oss", "qwen3_next")), ("ep tp", ("gpt_oss",))]
@@ -78,9 +86,8 @@ def test_a_family_of_2026_trains_as_in_one_process(folder, single, layout, kinds
     wrong = {}
     for number, (kind, reference) in enumerate(zip(kinds, single(kinds, settings), strict=True)):
         errors, weights = hf_runs.errors(reference, [of_rank[number] for of_rank in results])
-        wide = (
-            6 if kind in HYBRID else 1
-        )  # a state is a float32 sum over all tokens of a document, in chunks that differ
+        # gradients within 2e-5: a state is a float32 sum over a document, in chunks that differ; gemma 4 scales no scores down
+        wide = 5 if kind in (*HYBRID, "gemma4_text") else 1
         over = failures(errors, float8=False, wide=wide)
         if over or weights > 4e-6 * wide:  # four steps of SGD at 0.1 from gradients that differ by 4e-6
             wrong[kind] = over, errors, weights

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 PLANNED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox", "olmo3", "llama4_text", "ministral",
-    "ministral3", "gemma4_text", "ernie4_5", "hunyuan_v1_dense", "qwen3_5_text",
+    "ministral3", "gemma4_text", "ernie4_5", "hunyuan_v1_dense", "qwen3_5_text", "olmo_hybrid",
 )  # fmt: skip
 ROUTED = (
     "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe",

@@ -111,16 +111,16 @@ class HFDecoder(HFModel):
     @property
     def tensor_styles(self) -> StyleTable:
         """How its modules take part in tensor parallelism: feed-forwards are regions where they are dense."""
-        table: dict[str, Style] = dict(without_dense_region(self.plan).styles)
+        whole: dict[str, Style] = {}
+        table = dict(without_dense_region(self.plan).styles)
         for name, layer in self.get_submodule(self.plan.layers).named_children():
-            for inner, module in layer.named_children():
+            for key, module in layer.named_children():
+                fqn = f"{self.plan.layers}.{name}.{key}"
                 if has_state(module):
-                    fqn = f"{self.plan.layers}.{name}.{inner}"
-                    table = {fqn: "whole", f"{fqn}.**": "replicated", **table}
-            inner = getattr(layer, self.plan.feed_forward, None)
-            if inner is not None and getattr(inner, "experts", None) is None:
-                table[f"{self.plan.layers}.{name}.{self.plan.feed_forward}"] = "region"
-        return table
+                    whole |= {fqn: "whole", f"{fqn}.**": "replicated"}
+                elif key == self.plan.feed_forward and getattr(module, "experts", None) is None:
+                    table[fqn] = "region"
+        return whole | table
 
     @property
     def token_wise(self) -> tuple[str, ...]:

@@ -178,6 +178,7 @@ _NEMOTRON_H: StyleTable = {
     "model.norm_f": "replicated",
     "lm_head": "head",
 }
+_APART = {f".conv1d.{part}.": f".{part}_conv1d." for part in "qkv"}
 _GRANITE_HYBRID: StyleTable = {
     **_decoder(_QKV),
     "model.layers.*.block_sparse_moe.router": "replicated",
@@ -230,6 +231,13 @@ HF_PLANS: Mapping[str, HFPlan] = {
     "glm_moe_dsa": _SPARSE,
     "deepseek_v32": _SPARSE,
     "olmo3": HFPlan(styles=_decoder({**_QKV, **_WIDE_NORMS})),
+    "olmo_hybrid": HFPlan(
+        styles=_decoder({**_QKV, **_WIDE_NORMS}), convolution={"q": "key_dim", "k": "key_dim", "v": "value_dim"},
+        renamed={
+            ".input_layernorm.": ".attention_layer_norm.", ".post_attention_layernorm.": ".feedforward_layer_norm.",
+            **_APART,
+        },
+    ),
     "granitemoehybrid": HFPlan(
         styles=_GRANITE_HYBRID, feed_forward="block_sparse_moe", experts=STACKED,
         fused={"shared_mlp.input_linear": {"gate": "ffn", "up": "ffn"}},
@@ -248,8 +256,7 @@ HF_PLANS: Mapping[str, HFPlan] = {
         convolution={"q": "qkv_dim", "k": "qkv_dim", "v": "qkv_dim"},
         renamed={
             ".mlp.gate.": ".block_sparse_moe.gate.", ".mlp.shared_experts.": ".block_sparse_moe.shared_experts.",
-            ".forget_gate.": ".", ".conv1d.q.": ".q_conv1d.", ".conv1d.k.": ".k_conv1d.",
-            ".conv1d.v.": ".v_conv1d.",
+            ".forget_gate.": ".", **_APART,
         },
     ),
     "minimax_m2": HFPlan(
