@@ -42,7 +42,7 @@ DEFAULT = {
     "fsdp": [("gpt2", True), ("granitemoe", False)],
     "pp": [("gemma3_text", True)],
     "tp pp": [("phi3", True), ("olmo2", False)],
-    "ep tp": [("qwen2_moe", False), ("gpt_oss", False), ("kimi_linear", False)],
+    "ep tp": [("qwen2_moe", False)],
 }
 
 
