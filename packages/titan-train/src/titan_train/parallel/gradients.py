@@ -39,6 +39,8 @@ class Gradients:
     _layer_of: dict[str, int] = field(init=False, default_factory=dict[str, int])
     """Number in each parameter's name, -1 for none; empty until it is asked for."""
     _num_layers: int = field(init=False, default=0)
+    _holders_of: dict[str, int] = field(init=False, default_factory=dict[str, int])
+    """What `_holders` found, by name: it is asked for each parameter in each step."""
 
     def __post_init__(self) -> None:
         every = itertools.chain.from_iterable(named_parameters(part) for part in self.parts)
@@ -104,9 +106,11 @@ class Gradients:
 
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
         """How many ranks hold the same elements of this parameter."""
-        cut = self.cuts.get(name)
-        different = self.pp * _shards(parameter) * (1 if cut is None else cut.pieces)
-        return self.world_size // different * self.copies.get(name, 1)
+        if name not in self._holders_of:
+            cut = self.cuts.get(name)
+            different = self.pp * _shards(parameter) * (1 if cut is None else cut.pieces)
+            self._holders_of[name] = self.world_size // different * self.copies.get(name, 1)
+        return self._holders_of[name]
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
