@@ -86,6 +86,7 @@ def _case(rng: random.Random, seed: int) -> Case:
         common["data"]["document_mask"] = False  # the model takes tokens alone
     if not _allowed(common, {"parallel": {}, "train": {"microbatch": 1}, "activations": {}}, 1):
         return _case(rng, seed)  # a family that no layout can train like this, such as one whose packed documents leak
+    recipe, common = _recipe(random.Random(f"recipe {seed}"), common, launcher)
     common["optimizer"] |= _tables(rng, common)
     count = 1 if launcher != "group" or family == "dropping" else rng.choice((1, 1, 1, 2, 2, 3))
     resume = count > 1 and rng.random() < 0.6
@@ -104,6 +105,7 @@ def _case(rng: random.Random, seed: int) -> Case:
     case.tags = {tag for layout in case.layouts for tag in _tags(common, layout, ranks)}
     case.tags |= {family, launcher} | ({"several trainers"} if count > 1 and not resume else set())
     case.tags |= {"resume"} if resume else set()
+    case.tags |= recipe
     case.tags |= {table for table in ("lr_scales", "weight_decays", "frozen_steps") if table in common["optimizer"]}
     return case
 
@@ -159,6 +161,33 @@ def _optimizer(rng: random.Random) -> dict:
     if rng.random() < 0.7:
         return {"name": "adamw", "lr": 1e-2, "eps": 1e-2, "weight_decay": decay}
     return {"name": "sgd", "lr": 0.1, "weight_decay": decay}
+
+
+def _recipe(rng: random.Random, common: dict, launcher: str) -> tuple[set[str], dict]:
+    """Names of what is laid over a case, from a generator of its own, and the sections with it; never what the model refuses."""
+    ramp = {"ramp_from": common["train"]["global_batch"] // 2, "ramp_tokens": 2 * 8 * common["model"]["seq_len"]}
+    # five steps raise the smallest singular values 485 times, and with them what rounding makes of a gradient
+    muon = {"name": "muon", "lr": 1e-3, "eps": 1e-2, "muon": {"dtype": "fp32"}}
+    pieces: dict[str, dict] = {
+        "muon": {"optimizer": muon},
+        "polar express": {"optimizer": muon | {"muon": {"dtype": "fp32", "coefficients": "polar_express"}}},
+        "normuon": {"optimizer": muon | {"muon": {"dtype": "fp32", "normuon": True}}},
+        "schedule_free": {"optimizer": {"name": "schedule_free", "lr": 1e-2, "eps": 1e-2}},
+        "qk_clip": {"qk_clip": {"threshold": rng.choice((0.05, 0.5))}},
+        "ema": {"average": {"ema_decay": 0.5, "use": "ema"}},
+        "ramp": {"train": ramp},
+        "mup": {"model": {"parametrization": "mup", "base_dim": 16}},
+    }
+    taken = {rng.choice(("muon", "polar express", "normuon", "schedule_free"))} if rng.random() < 0.5 else set()
+    taken |= {name for name in ("qk_clip", "ema", "ramp", "mup") if rng.random() < 0.2}
+    if launcher != "group":
+        taken.discard("ema")  # it is what the comparison would read from the checkpoint
+    found: set[str] = set()
+    for name in [name for name in pieces if name in taken]:
+        trial = sections(common, pieces[name])
+        if _allowed(trial, {"parallel": {}, "train": {"microbatch": 1}, "activations": {}}, 1):
+            found, common = found | {name}, trial
+    return found, common
 
 
 def _tables(rng: random.Random, common: dict) -> dict:
