@@ -15,7 +15,8 @@ MUST_COVER = {
     "ep over all ranks", "one-rank fsdp mesh", "float8", "pp > 1", "tp > 1", "cp > 1", "ep > 1", "dp_replicate > 1",
     "group", "local", "torchrun", "full", "every", "pattern", "selective", "sharded", "unsharded", "zero1",
     "ring", "allgather", "ulysses", "usp", "1 ranks", "2 ranks", "3 ranks", "4 ranks", "6 ranks", "resume", "hf", "unplanned",
-    "dropping", "lr_scales", "weight_decays", "frozen_steps", "tied x tp x pp",
+    "dropping", "lr_scales", "weight_decays", "frozen_steps", "tied x tp x pp", "muon", "normuon",
+    "schedule_free", "qk_clip", "ema", "ramp", "mup",
 }  # fmt: skip
 
 
