@@ -262,7 +262,7 @@ def test_zsh_and_fish_scripts_name_every_command_and_another_shell_is_refused(ca
         (["plan", "llama3_8b", "--gpus", "8"], "unknown option '--gpus'. Did you mean '--devices'?"),
         (["run", "debug", "--gpus", "8"], "unknown option '--gpus'. Did you mean '--devices'?"),
         (["check", "debug", "--world", "8"], "unknown option '--world'. Did you mean '--devices'?"),
-        (["check", "debug", "--svg", "x.svg"], "--constants and --svg go with --hardware"),
+        (["check", "debug", "--svg", "x.svg"], "--constants, --trace and --svg go with --hardware"),
         (["report", "a", "b", "--trace"], "--trace takes one run, and 2 were given"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
