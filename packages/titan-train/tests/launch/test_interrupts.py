@@ -44,7 +44,7 @@ def started(folder: Path, **environment: str) -> subprocess.Popen:
 
 def in_session(session: int, words: str) -> list[str]:
     lines = subprocess.run(
-        ["ps", "-eo", "sid,stat,args"], capture_output=True, text=True, check=True
+        ["ps", "-wweo", "sid,stat,args"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     rows = [line.split(maxsplit=2) for line in lines[1:]]
     return [row[2] for row in rows if int(row[0]) == session and row[1][0] != "Z" and words in row[2]]
