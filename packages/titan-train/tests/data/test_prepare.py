@@ -177,6 +177,17 @@ def test_prepared_folders_serve_as_sources_of_tokens(tmp_path, write_jsonl, toke
     assert validation.fingerprint == validation_2.fingerprint
 
 
+def test_runs_of_any_seed_are_validated_on_the_same_windows(tmp_path, write_jsonl, tokenizer):
+    write_jsonl(tmp_path / "a.jsonl", 100)
+    config = _config(tmp_path / "a.jsonl")
+    (train, held_out), (other, same) = (
+        build_datasets(config, tokenizer, seq_len=32, seed=seed, cache_dir=tmp_path / "cache") for seed in (1, 2)
+    )
+    windows = np.arange(8)
+    assert not np.array_equal(train.tokens(windows), other.tokens(windows))
+    assert np.array_equal(held_out.tokens(windows), same.tokens(windows))
+
+
 def test_unprepared_and_unfinished_sources_are_refused_on_opening(tmp_path, write_jsonl, tokenizer):
     write_jsonl(tmp_path / "a.jsonl", 100)
     config = _config(tmp_path / "a.jsonl")

@@ -32,6 +32,7 @@ from titan_train.data.tokenizer import cache_of
 from titan_train.tokenizers import ChatTemplate, Tokenizer
 
 _logger = logging.getLogger(__name__)
+_VALIDATION_SEED = 0
 
 
 def check_sources(config: DataConfig) -> None:
@@ -103,7 +104,8 @@ def open_datasets(
     """Memory-map what `prepare` made, with the same arguments.
 
     Returns:
-        The training set, and the held-out set: None if nothing is held out, or less than one sample of each source.
+        The training set, and the held-out set, in an order that ``seed`` does not change: None if nothing is held out, or
+        less than one sample of each source.
 
     Raises:
         ValueError: If a source is not prepared, damaged, of another tokenizer, or shorter than one sample.
@@ -137,7 +139,7 @@ def open_datasets(
             )
 
     def packed(
-        sources: Mapping[str, TokenSource | StreamedRows], shares: dict[str, float], limits: dict[str, int]
+        sources: Mapping[str, TokenSource | StreamedRows], shares: dict[str, float], limits: dict[str, int], *, seed: int
     ) -> PackedDataset:
         return PackedDataset(
             sources,
@@ -153,8 +155,9 @@ def open_datasets(
         )
 
     limits = {source.name: source.max_epochs for source in config.sources}
-    training = packed(train, {name: weights[name] for name in train}, limits)
-    validation = packed(enough, {name: weights[name] for name in enough}, {}) if enough else None
+    training = packed(train, {name: weights[name] for name in train}, limits, seed=seed)
+    # the same windows whatever the run's seed: a validation of some steps is then comparable between runs
+    validation = packed(enough, {name: weights[name] for name in enough}, {}, seed=_VALIDATION_SEED) if enough else None
     return training, validation
 
 
