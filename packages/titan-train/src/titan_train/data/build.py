@@ -139,7 +139,11 @@ def open_datasets(
             )
 
     def packed(
-        sources: Mapping[str, TokenSource | StreamedRows], shares: dict[str, float], limits: dict[str, int], *, seed: int
+        sources: Mapping[str, TokenSource | StreamedRows],
+        shares: dict[str, float],
+        limits: dict[str, int],
+        *,
+        seed: int,
     ) -> PackedDataset:
         return PackedDataset(
             sources,
