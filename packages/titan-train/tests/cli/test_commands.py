@@ -279,6 +279,13 @@ def test_removed_words_lead_to_commands_that_exist():
         assert any(new.startswith(f"{command} ") for command in COMMANDS)
 
 
+def test_a_command_that_imported_triton_ends_without_a_word_about_leaks():
+    pytest.importorskip("triton", reason="triton is not installed")
+    code = "import sys, triton._C.libtriton; from titan_train.cli import main; sys.argv = ['titan-train', 'list']; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_and_names_the_nearest_option(name, capsys):
     with pytest.raises(SystemExit):

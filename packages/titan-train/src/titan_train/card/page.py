@@ -69,13 +69,13 @@ Losses of three steps against those of one process, float32 on the CPU; *resume*
 
 {_table(card.layouts, "largest difference")}
 
-```console
+```text
 {_commands(card.layouts)}
 ```
 
 ## Predicted for the whole model
 
-```console
+```text
 $ {card.prediction[0]}
 {card.prediction[1]}
 ```

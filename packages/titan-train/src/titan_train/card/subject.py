@@ -119,9 +119,10 @@ def _with_bytes(config: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def _stir(model: torch.nn.Module) -> None:
+    """Biases that are not zero, norms that are not one; not so far that rounding of a family's own code is what is seen."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+        spread = 0.03 if parameter.ndim < 2 else 0.3 * parameter.shape[-1] ** -0.5
         parameter += torch.randn(parameter.shape, generator=generator) * spread
 
 

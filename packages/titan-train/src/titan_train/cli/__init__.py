@@ -40,6 +40,7 @@ REMOVED = {
     "trace": "report RUN --trace",
 }
 """What to type instead of a command that is gone."""
+_COUNTS_LEAKS = "triton._C.libtriton"
 _NOT_ON_WINDOWS = ("run", "data prepare", "data show", "data tokenizer")
 
 
@@ -62,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from titan_train.cli.boundary import exit_code
 
         code = exit_code(lambda: _call(name, words[len(name.split()) :]))
-        if (
-            argv is None
-        ):  # the process ends: what it imported need not be searched for garbage, half a second after torch
+        # The process ends: what it imported need not be searched for garbage, half a second after torch. Triton counts what is
+        # left then, and would call it a leak.
+        if argv is None and _COUNTS_LEAKS not in sys.modules:
             gc.freeze()
         return code
     group = {command: line for command, line in COMMANDS.items() if command.startswith(f"{first} ")}
