@@ -281,7 +281,9 @@ def test_removed_words_lead_to_commands_that_exist():
 
 def test_a_command_that_imported_triton_ends_without_a_word_about_leaks():
     pytest.importorskip("triton", reason="triton is not installed")
-    code = "import sys, triton._C.libtriton; from titan_train.cli import main; sys.argv = ['titan-train', 'list']; main()"
+    code = (
+        "import sys, triton._C.libtriton; from titan_train.cli import main; sys.argv = ['titan-train', 'list']; main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
 
