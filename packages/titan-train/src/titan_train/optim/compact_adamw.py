@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_train.optim.compact_states import block_length, decode, encode, random_bits, stochastic_bf16
-from titan_train.optim.update import decay_towards, local_tensor, plain_tensor
+from titan_train.optim.update import closure_loss, decay_towards, local_tensor, plain_tensor
 
 States = Literal["bf16", "int8"]
 _STRETCH = 1 << 22
@@ -83,10 +83,7 @@ class CompactAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

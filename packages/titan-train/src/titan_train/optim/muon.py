@@ -22,7 +22,7 @@ from titan_train.exchange import gather_values
 from titan_train.optim.muon_step import MuonBucket, MuonMatrix, MuonStep
 from titan_train.optim.newton_schulz import Rule
 from titan_train.optim.ownership import Box, OwnedUnit, OwnershipPlan, alike, plan_ownership
-from titan_train.optim.update import local_tensor, update_group
+from titan_train.optim.update import closure_loss, local_tensor, update_group
 
 
 class Muon(torch.optim.Optimizer):
@@ -75,10 +75,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every parameter that has a gradient. Collective over the group."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         settings: dict[nn.Parameter, dict[str, Any]] = {}
         for param_group in self.param_groups:
             if param_group["kind"] == "adamw":

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from titan_train.optim.average import Z
-from titan_train.optim.update import plain_tensor
+from titan_train.optim.update import closure_loss, plain_tensor
 
 
 class ScheduleFreeAdamW(torch.optim.Optimizer):
@@ -43,10 +43,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -12,13 +12,21 @@ Limits: torch's fused AdamW, on one device, and only once each parameter has its
 first one of a parameter that thaws are ``optimizer.step()``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import AdamW, adamw
+
+
+def closure_loss(closure: Callable[[], float] | None) -> float | None:
+    """What ``optimizer.step(closure)`` returns: the loss of the closure, which computes gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def can_update(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
