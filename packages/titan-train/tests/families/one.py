@@ -16,9 +16,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 import composition
+from titan_train.card.subject import VOCABULARY, cut_small
 from titan_train.config import parse_config
 
-VOCABULARY = 264
 NEEDED: dict[str, dict[str, Any]] = {
     "bert": {"is_decoder": True},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
@@ -85,39 +85,15 @@ def checked(config: Any, ranks: int = 1) -> Any:
 
 def publish(kind: str, folder: Path) -> Path | str:
     """A small folder that transformers wrote; or why it has none."""
-    from titan_train.models.build import SkipRandomFill
-    from titan_train.models.hf.cut import cuts, layers_that_show_all
-    from titan_train.models.hf.decoder import HFModel
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
-    made: Any = CONFIG_MAPPING[kind]
     try:
-        default = made(**NEEDED.get(kind, {}))
-        with torch.device("meta"), SkipRandomFill():
-            whole: Any = AutoModelForCausalLM.from_config(default, dtype=torch.float32)
+        found = cut_small(
+            CONFIG_MAPPING[kind](**NEEDED.get(kind, {})), folder / "published", least_layers=1, spread=1.0
+        )
     except Exception as err:
         return f"not built by transformers from its defaults: {type(err).__name__}"
-    layers = HFModel.repeated_layers(whole)
-    words = ""
-    for cut in cuts(default.to_dict(), depth=len(layers), layers=layers_that_show_all(layers)):
-        try:
-            config = made.from_dict(_with_vocabulary(cut))
-            with torch.device("meta"), SkipRandomFill():
-                size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-            if size > 60e6:  # counted first: real weights of an uncut blt take 13 GB
-                words = words or "not small"
-                continue
-            torch.manual_seed(0)
-            model: Any = AutoModelForCausalLM.from_config(made.from_dict(cut), dtype=torch.float32)
-            _stir(model)
-            model.eval()(torch.arange(24)[None] + 3, use_cache=False).logits.sum().backward()
-            model.zero_grad()
-            model.save_pretrained(folder / "published")
-        except Exception as err:
-            words = words or f"no small one runs in transformers: {type(err).__name__}"
-            continue
-        return folder / "published"
-    return words
+    return found if isinstance(found, str) else found.folder
 
 
 def packed(model: Any, source: Path) -> str:
@@ -285,26 +261,6 @@ def _theirs(source: Path) -> Any:
 
 def _tokens(length: int) -> Tensor:
     return torch.randint(3, 250, (1, length), generator=torch.Generator().manual_seed(4))
-
-
-def _stir(model: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
-            parameter += torch.randn(parameter.shape, generator=generator) * spread
-
-
-def _with_vocabulary(config: dict[str, Any]) -> dict[str, Any]:
-    """Room for bytes; and nothing random: dropout of a step here and of a plain loop would be other numbers."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _with_vocabulary(value)
-        elif isinstance(key, str) and "vocab_size" in key and value == 96:
-            config[key] = VOCABULARY
-        elif isinstance(key, str) and isinstance(value, float) and any(w in key for w in ("drop", "pdrop", "jitter")):
-            config[key] = 0.0
-    return config
 
 
 def _same(got: Tensor, want: Tensor, what: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from titan_train.models.build import SkipRandomFill
+from titan_train.models.hf.cut import VOCABULARY as CUT_VOCABULARY
 from titan_train.models.hf.cut import cuts, layers_that_show_all
 from titan_train.models.hf.decoder import HFModel
 from titan_train.models.hf.folder import PREFIX, read_published
@@ -74,33 +75,56 @@ def write_small(subject: Subject, folder: Path) -> Small:
     Raises:
         ValueError: No cut of the configuration runs in transformers.
     """
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
 
     kind: Any = CONFIG_MAPPING[subject.kind]
-    whole_config = kind.from_dict(dict(subject.published))
+    # not so far from the initial weights that rounding of a family's own code is what is seen; layers for four stages
+    found = cut_small(kind.from_dict(dict(subject.published)), folder, least_layers=4, spread=0.3)
+    if isinstance(found, str):
+        raise ValueError(f"{subject.name}: {subject.kind}: {found}.")
+    return found
+
+
+def cut_small(whole_config: Any, folder: Path, *, least_layers: int, spread: float) -> Small | str:
+    """Write the first cut of a configuration that runs, or say why none does.
+
+    Args:
+        whole_config: Of transformers.
+        folder: To write.
+        least_layers: Of the small model, where the whole has as many.
+        spread: What is added to each weight, for unit inputs; a tenth of it to each bias and norm.
+
+    Raises:
+        Exception: transformers cannot build the whole model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    kind = type(whole_config)
     with torch.device("meta"), SkipRandomFill():
         whole: Any = AutoModelForCausalLM.from_config(whole_config, dtype=torch.float32)
     layers = HFModel.repeated_layers(whole)
-    failure = "every cut is too large"
-    for cut in cuts(whole_config.to_dict(), depth=len(layers), layers=max(4, layers_that_show_all(layers))):
+    number = max(least_layers, layers_that_show_all(layers))
+    reason = ""
+    for cut in cuts(whole_config.to_dict(), depth=len(layers), layers=number):
         try:
             config = kind.from_dict(_with_bytes(cut))
             with torch.device("meta"), SkipRandomFill():
                 size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-            if size > _MOST:
+            if size > _MOST:  # counted first: real weights of an uncut blt take 13 GB
+                reason = reason or "not small"
                 continue
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(0)
                 model: Any = AutoModelForCausalLM.from_config(kind.from_dict(cut), dtype=torch.float32)
-                _stir(model)
+            _stir(model, spread)
             model.eval()(torch.arange(24)[None] + 3, use_cache=False).logits.sum().backward()
             model.zero_grad()
             model.save_pretrained(folder)
         except Exception as err:  # a family's own code may raise anything: these widths do not fit
-            failure = f"{type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}"
+            reason = f"no small one runs in transformers: {type(err).__name__}"
             continue
         return Small(folder, len(HFModel.repeated_layers(model)), size)
-    raise ValueError(f"{subject.name}: no small {subject.kind} runs in transformers ({failure}).")
+    return reason
 
 
 def _with_bytes(config: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +134,7 @@ def _with_bytes(config: dict[str, Any]) -> dict[str, Any]:
             _with_bytes(cast("dict[str, Any]", value))
         elif not isinstance(cast("Any", key), str):  # labels by number
             continue
-        elif "vocab_size" in key and value == 96:
+        elif "vocab_size" in key and value == CUT_VOCABULARY:
             config[key] = VOCABULARY
         elif isinstance(value, float) and any(word in key for word in ("drop", "jitter")):
             config[key] = 0.0
@@ -118,12 +142,12 @@ def _with_bytes(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _stir(model: torch.nn.Module) -> None:
-    """Biases that are not zero, norms that are not one; not so far that rounding of a family's own code is what is seen."""
+def _stir(model: torch.nn.Module, spread: float) -> None:
+    """Biases that are not zero, norms that are not one."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        spread = 0.03 if parameter.ndim < 2 else 0.3 * parameter.shape[-1] ** -0.5
-        parameter += torch.randn(parameter.shape, generator=generator) * spread
+        scale = spread * (0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5)
+        parameter += torch.randn(parameter.shape, generator=generator) * scale
 
 
 def settings(small: Small, work: Path, *, masked: bool) -> str:
