@@ -1,5 +1,6 @@
 """Cards: what is equal is said equal, what is not is found, and a page says what was run."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def test_what_has_no_card_is_refused_in_one_line(
     assert main(["card", name, "--out", str(tmp_path / "card")]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "card").exists()
+
+
+def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["card", "llama3_8b", "--out", str(tmp_path / "card")]) == 2
+    assert (
+        "titan-train card needs transformers, which is not installed. Install titan-train[hf]."
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow

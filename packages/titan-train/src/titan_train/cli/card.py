@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from titan_train.cli.parser import CommandParser, integer
+from titan_train.lazy import require
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
@@ -35,8 +36,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     if out.exists():
         raise ValueError(f"--out {out} exists. Name a folder that does not, so that no card is mixed with another.")
 
-    import transformers
-
+    transformers = require("transformers", extra="hf", purpose="titan-train card")
     from titan_train.card.make import make_card
     from titan_train.card.page import draw, page, verdict
     from titan_train.files import write_atomic
