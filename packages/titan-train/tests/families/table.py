@@ -15,7 +15,6 @@ Example: python packages/titan-train/tests/families/table.py --rows rows.jsonl -
 import argparse
 import collections
 import datetime
-import importlib
 import json
 import multiprocessing
 import os
@@ -24,7 +23,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -33,6 +32,9 @@ import one
 import torch
 
 LIMIT_S = 180.0
+_NEEDED = [
+    f"titan_train.{name}" for name in ("export.run", "generation.decode", "launch.validate", "models.hf.probe", "train")
+]
 HEAD = """# Families of transformers
 
 What each causal decoder of transformers {transformers} does as `model.name = "hf:DIR"`, on a small folder of its own making.
@@ -61,12 +63,14 @@ def kinds() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def isolated(kind: str, limit_s: float) -> dict[str, str]:
+def isolated(kind: str, limit_s: float, work: Callable[[str, Path], dict[str, str]] = one.family) -> dict[str, str]:
     """The row of one family, from a process that is ended after ``limit_s``."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_send_row, args=(kind, sender))
-    with tempfile.TemporaryDirectory() as scratch:
-        os.environ["TMPDIR"] = scratch  # of a process that is ended, nothing else would clean up
+    # forked from a server that has run nothing: a copy of this process could wait for locks of threads that it has not
+    multiprocessing.set_forkserver_preload(["transformers", *_NEEDED])
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as scratch:  # of a process that is ended, nothing else would clean up
+        process = context.Process(target=_send_row, args=(kind, sender, scratch, work))
         process.start()
         sender.close()
         try:
@@ -79,12 +83,14 @@ def isolated(kind: str, limit_s: float) -> dict[str, str]:
             process.join()
 
 
-def _send_row(kind: str, sender: Connection) -> None:
+def _send_row(kind: str, sender: Connection, scratch: str, work: Callable[[str, Path], dict[str, str]]) -> None:
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
+    torch.set_num_threads(1)
     try:
-        row = one.family(kind, Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"])))
+        row = work(kind, Path(tempfile.mkdtemp()))
     except Exception as err:
         row = {"packed": f"**fails**: {type(err).__name__}: {str(err)[:160]}"}
     sender.send(row)
@@ -128,7 +134,6 @@ def main() -> int:
     parser.add_argument("--shard", default="0/1", help="every n-th family from the i-th on: i/n")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one family")
     options = parser.parse_args()
-    _load()
     known = _read(options.rows)
     index, count = map(int, options.shard.split("/"))
     for kind in (options.kinds or kinds())[index::count]:
@@ -151,16 +156,6 @@ def main() -> int:
 def _read(path: Path) -> dict[str, dict[str, object]]:
     lines = path.read_text().splitlines() if path.exists() else []
     return {line["kind"]: line for line in map(json.loads, lines)}
-
-
-def _load() -> None:
-    """Import once what every family needs: each process is forked from this one."""
-    import transformers
-
-    for name in ("export.run", "generation.decode", "launch.validate", "models.hf.probe", "train"):
-        importlib.import_module(f"titan_train.{name}")
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
 
 
 if __name__ == "__main__":

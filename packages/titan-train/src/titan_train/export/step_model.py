@@ -90,6 +90,7 @@ class StepModel(nn.Module):
                     setattr(parent, name, attention(number, self._caches))
                     number += 1
         for stack in expert_stacks(model):
+            assert isinstance(stack.experts, Experts)  # a model of transformers has none of the attention above
             stack.holder.dispatch = _EveryExpert(stack.experts)
 
     def forward(self, tokens: Tensor, positions: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

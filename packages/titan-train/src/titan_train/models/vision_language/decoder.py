@@ -163,19 +163,20 @@ class SeesImages(nn.Module):
             nn.init.normal_(tensor, std=std, generator=generator)
 
 
-class LlamaVL(SeesImages, Llama):
+# The arguments refuse mtp_depth, so these decoders are never given the tokens ahead.
+class LlamaVL(SeesImages, Llama):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Llama with an encoder of images; positions count tokens."""
 
 
-class GPTVL(SeesImages, GPT):
+class GPTVL(SeesImages, GPT):  # pyright: ignore[reportIncompatibleMethodOverride]
     """GPT with an encoder of images; positions count tokens."""
 
 
-class DeepSeekVL(SeesImages, DeepSeek):
+class DeepSeekVL(SeesImages, DeepSeek):  # pyright: ignore[reportIncompatibleMethodOverride]
     """DeepSeek with an encoder of images; positions count tokens."""
 
 
-class Qwen3VL(SeesImages, Qwen3):
+class Qwen3VL(SeesImages, Qwen3):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Qwen3-VL (arXiv:2511.21631): a Qwen3 decoder, dense or with experts, with an encoder of images before it.
 
     Positions have three axes (M-RoPE): text advances all of them, image tokens count rows and columns.
