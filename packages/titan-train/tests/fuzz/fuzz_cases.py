@@ -185,6 +185,8 @@ def _recipe(rng: random.Random, common: dict, launcher: str) -> tuple[set[str], 
     found: set[str] = set()
     for name in [name for name in pieces if name in taken]:
         trial = sections(common, pieces[name])
+        if name == "mup" and trial["optimizer"]["name"] == "sgd":
+            continue  # refused once the optimizer is built
         if _allowed(trial, {"parallel": {}, "train": {"microbatch": 1}, "activations": {}}, 1):
             found, common = found | {name}, trial
     return found, common
