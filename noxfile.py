@@ -1,9 +1,11 @@
 """Every chore of the project as a documented session: `uvx nox` runs the default ones, `uvx nox -l` lists all."""
 
 import argparse
+import json
 import shutil
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nox
 
@@ -12,6 +14,7 @@ nox.options.error_on_missing_interpreters = True
 nox.options.sessions = ["lint", "types", "tests", "contracts"]
 
 ROOT = Path(__file__).parent
+DURATIONS = ROOT / "tests/slow_durations.json"
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 # One thread a rank: several ranks share few cores. And keep bytecode: where it is not kept, importing torch takes 12 s
 # of compiling in every process.
@@ -90,13 +93,27 @@ def slow(session: nox.Session) -> None:
     arguments, others = parser.parse_known_args(session.posargs)
     part, parts = arguments.shard.split("/")
     _sync(session, "test", "--all-packages", "--all-extras")
+    report = Path(session.create_tmp()).absolute() / "slow.xml"
+    # one test at a time to each worker, not one file: a file may hold a quarter of all
     session.run(
-        "pytest", "-q", "--slow", "-m", "slow", "--splits", parts, "--group", part,
-        "--splitting-algorithm", "least_duration", "--durations-path", "tests/slow_durations.json",
-        # a worker of xdist has no durations to store
-        *(["--store-durations"] if arguments.record else IN_PARALLEL),
-        *(others or ["packages", "testing", "tests"]), env=TEST_ENV, success_codes=[0, 5],
+        "pytest", "-q", "--slow", "-m", "slow", "-n", "2", "--dist", "worksteal", "--splits", parts, "--group", part,
+        "--splitting-algorithm", "least_duration", "--durations-path", str(DURATIONS),
+        "-o", "junit_family=xunit1", f"--junitxml={report}",
+        *(others or ["packages", "testing", "tests"]), env=TEST_ENV, success_codes=[0, 1, 5] if arguments.record else [0, 5],
     )  # fmt: skip
+    if arguments.record:
+        record_durations(report)
+
+
+def record_durations(report: Path) -> None:
+    """Add to tests/slow_durations.json how long each test of a junit report took, failed ones too."""
+    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        module = (file := case.get("file", "")).removesuffix(".py").replace("/", ".")
+        classes = case.get("classname", "").removeprefix(module).split(".")
+        test = "::".join([file, *filter(None, classes), case.get("name", "")])
+        known[test] = round(float(case.get("time", 0)), 1)
+    DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n", encoding="utf-8")
 
 
 @nox.session(default=False, venv_backend="none")
