@@ -140,7 +140,7 @@ class GatedDeltaNet(nn.Module):
         )  # fmt: skip
         out = self.gated_norm(self.inner(inputs, context))
         gate = F.silu(z.unflatten(-1, (-1, self.value_dim)).flatten(-3, -2).to(_wide(z)))
-        return self.wo((out * gate).to(x.dtype).flatten(-2))
+        return self.wo((out * gate).to(z.dtype).flatten(-2))  # x may be a norm that float8 has yet to apply
 
 
 class HeadDecay(nn.Module):
@@ -188,17 +188,21 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class _Recomputed(torch.autograd.Function):
-    """A function of tensors that keeps its arguments alone and runs again in backward."""
+    """A function of tensors that keeps its arguments alone and runs again in backward.
+
+    Its gradients are computed at once also where a pipeline splits backward into halves: each half would run it again, and
+    FSDP may have freed the parameters before the second.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        ctx.run = run
+        ctx.run, ctx.wanted = run, ctx.needs_input_grad[1:]
         ctx.save_for_backward(*given)
         return run(*given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.wanted
         with torch.enable_grad():
             given = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
             out = ctx.run(*given)
