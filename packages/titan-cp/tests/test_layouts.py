@@ -91,7 +91,7 @@ def test_plan_work_equals_brute_force_pairs_times_heads(method):
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])
-@pytest.mark.parametrize("layout", ["per_document", "block"])
+@pytest.mark.parametrize("layout", ["per_document", "documents", "block"])
 def test_layout_is_balanced_within_5_percent_on_100_random_packings(layout, size):
     rng = random.Random(size)
     worst = 1.0

@@ -20,6 +20,7 @@ from titan_cp.models.module import ContextParallel, CPAttention, apply_context_p
 from titan_cp.planning.costs import AttentionCosts
 from titan_cp.planning.groups import connect
 from titan_cp.planning.plan import AttentionPlan, plan
+from titan_cp.planning.steps import StepPlan, plan_step
 from titan_cp.planning.tiles import Tile
 from titan_cp.state.convolution import causal_convolution
 from titan_cp.state.costs import StateCosts, explain_state, state_costs
@@ -34,6 +35,7 @@ __all__ = [
     "CPAttention",
     "ContextParallel",
     "StateCosts",
+    "StepPlan",
     "Tile",
     "allgather_attention",
     "apply_context_parallel",
@@ -48,6 +50,7 @@ __all__ = [
     "localize_mask",
     "merge",
     "plan",
+    "plan_step",
     "reference_attention",
     "reference_linear_attention",
     "ring_attention",

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from titan_cp.planning.checks import METHODS
 from titan_cp.planning.draw import draw_plan
 from titan_cp.planning.layouts import LAYOUTS
 from titan_cp.planning.plan import AttentionPlan, plan
+from titan_cp.planning.steps import plan_step
 from titan_cp.state.costs import STATE_KINDS, explain_state
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -22,6 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, or 2 for a plan that cannot work."""
     options = _parser().parse_args(arguments)
     try:
+        if options.dp is not None:
+            print(_explain_step(options))
+            return 0
+        if options.heads is None:
+            raise ValueError("--heads is missing: give the query heads (with --kind, the value heads).")
         made = plan(
             options.seq_len,
             cu_seqlens=read_documents(options.docs) if options.docs else None,
@@ -71,6 +77,45 @@ def _explain_state(made: AttentionPlan, options: argparse.Namespace) -> str:
     )  # fmt: skip
 
 
+def _explain_step(options: argparse.Namespace) -> str:
+    """Of the documents of a whole step, laid end to end and cut into rows."""
+    if options.docs is None or options.seq_len is None:
+        raise ValueError(
+            "--dp plans the documents of a step. Give their lengths (--docs) and the tokens of a row (--seq-len)."
+        )
+    given = {"kind": options.kind, "window": options.window, "svg": options.svg}
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise ValueError(f"--{wrong[0]} is for one sequence, and --dp plans a step. Leave one of them out.")
+    bounds, row = read_documents(options.docs), options.seq_len
+    tokens, share = bounds[-1], row * options.dp * options.microbatch
+    if row < 1 or share < 1:
+        raise ValueError("--seq-len, --dp and --microbatch must be 1 or more.")
+    if tokens % share:
+        whole = -(-tokens // share) * share
+        if not options.pad:
+            raise ValueError(
+                f"the documents have {tokens} tokens, which are no whole micro-batches of {options.dp * options.microbatch} rows "
+                f"of {row}. --pad adds a document of {whole - tokens}."
+            )
+        bounds.append(whole)
+    rows = [[b - a for a, b in pairwise(row_bounds)] for row_bounds in cut_rows(bounds, row)]
+    step = plan_step(
+        rows, dp=options.dp, cp=options.cp, microbatch=options.microbatch, causal=not options.full,
+        token_pairs=options.token_pairs,
+    )  # fmt: skip
+    return step.explain()
+
+
+def cut_rows(cu_seqlens: Sequence[int], seq_len: int) -> list[list[int]]:
+    """Boundaries of each row of ``seq_len`` tokens, from 0, of documents that lie end to end; documents end with their row."""
+    ends = sorted({*cu_seqlens, *range(0, cu_seqlens[-1] + 1, seq_len)})
+    places = {end: n for n, end in enumerate(ends)}
+    return [
+        [end - first for end in ends[places[first] : places[first + seq_len] + 1]]
+        for first in range(0, cu_seqlens[-1], seq_len)
+    ]
+
+
 def read_documents(path: Path) -> list[int]:
     """Document boundaries from a text file of document lengths, in tokens, separated by white space or commas.
 
@@ -96,7 +141,14 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--seq-len", type=int, help="tokens; may be left out with --docs")
     explain.add_argument("--docs", type=Path, metavar="FILE", help="document lengths in tokens, white space between")
     explain.add_argument("--cp", type=int, required=True, help="ranks in the context-parallel group")
-    explain.add_argument("--heads", type=int, required=True, help="query heads; with --kind, value heads")
+    explain.add_argument(
+        "--dp", type=int, help="plan a step: --docs over this many times --cp ranks, in rows of --seq-len"
+    )
+    explain.add_argument("--microbatch", type=int, default=1, help="with --dp: rows that a rank computes at a time")
+    explain.add_argument("--token-pairs", type=float, default=0.0, metavar="N",
+                         help="with --dp: cost of a token's other layers in query-key pairs, parameters of a layer over "
+                         "2 · heads · head dim")  # fmt: skip
+    explain.add_argument("--heads", type=int, help="query heads; with --kind, value heads")
     explain.add_argument("--kv-heads", type=int, help="KV heads; with --kind, key heads (default: as many as --heads)")
     explain.add_argument("--head-dim", type=int, default=128, help="channels per head")
     explain.add_argument("--value-dim", type=int, help="channels per value head (default: as --head-dim)")

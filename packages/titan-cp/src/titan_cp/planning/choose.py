@@ -13,13 +13,10 @@ from collections.abc import Sequence
 
 from titan_cp.planning.checks import divisors
 from titan_cp.planning.costs import AttentionShape, plan_costs, total_bytes
-from titan_cp.planning.documents import deal_documents, work_of
+from titan_cp.planning.documents import BALANCED, deal_documents, work_of
 from titan_cp.planning.exchange import rows_needed
 from titan_cp.planning.layouts import layout_multiple, plan_ranges
 from titan_cp.planning.ranges import Ranges
-
-BALANCED = 1.05
-"""The largest imbalance that is called balanced."""
 
 DIRECT = 0.5
 """Up to this share of the others' keys, keys go straight to the ranks that see them."""
@@ -175,7 +172,7 @@ def _dealt(cu_seqlens: tuple[int, ...], ring_degree: int, causal: bool) -> tuple
     bounds = cu_seqlens
     if bounds[-1] % ring_degree:
         bounds = (*bounds, -(-bounds[-1] // ring_degree) * ring_degree)
-    ranges = deal_documents(bounds, ring_degree, causal, None)
+    ranges = deal_documents(bounds, ring_degree, causal)
     work = work_of(ranges, bounds, causal=causal, window=None)
     return float(work.max() * ring_degree / work.sum()), _share(ranges, bounds, causal=causal, window=None)
 

@@ -11,7 +11,7 @@ def explain_plan(plan: PlanNumbers) -> str:
     dtype = str(plan.dtype).removeprefix("torch.")
     kept = costs.saved_bytes
     forward, backward = size_text(kept + costs.forward_buffer_bytes), size_text(kept + costs.backward_buffer_bytes)
-    least, most = _count(min(plan.work)), _count(max(plan.work))
+    least, most = count_text(min(plan.work)), count_text(max(plan.work))
     degrees = f" (Ulysses {plan.ulysses_degree} × ring {plan.ring_degree})" if plan.method == "usp" else ""
     mask = ("causal" if plan.causal else "full") + (f", window {plan.window}" if plan.window is not None else "")
     kv_heads = f"{plan.num_kv_heads} KV"
@@ -68,8 +68,8 @@ def size_text(count: int) -> str:
     )
 
 
-def _count(count: int) -> str:
+def count_text(count: float) -> str:
     for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= factor:
             return f"{count / factor:.2f}{unit}"
-    return str(count)
+    return f"{count:g}"

@@ -12,8 +12,8 @@ step of ring attention be described by a few rectangles and staircases (see `tit
   document; **not** for packed ones, whose costs start again at each boundary.
 - ``per_document``: the head-and-tail pairing inside each document, chunks as uneven as the lengths demand; leftover
   tokens go to the ranks that hold the fewest. No document needs padding, one token long or a million.
-- ``documents``: short documents whole on one rank, long ones split over as many ranks as their work takes; balanced like
-  ``per_document``, and few keys travel (see `titan_cp.planning.documents`).
+- ``documents``: a degree for each document: short ones whole on one rank, long ones split over as many neighbouring ranks as
+  their work takes; balanced like ``per_document``, and few keys travel (see `titan_cp.planning.documents`).
 - ``block``: blocks of ``block_size`` tokens, heaviest first, each to the lightest rank that has room.
 
 Limits: all rows of a batch share one set of documents.
@@ -77,7 +77,7 @@ def plan_ranges(
         chunks = [(c * part, (c + 1) * part) for c in range(2 * size)]
         return tuple(join_ranges([chunks[r], chunks[2 * size - 1 - r]]) for r in range(size))
     if layout == "documents":
-        return deal_documents(tuple(cu_seqlens), size, causal, window)
+        return deal_documents(tuple(cu_seqlens), size, causal)
     if layout == "per_document":
         return _per_document(cu_seqlens, size, causal=causal, window=window)
     return _block(cu_seqlens, size, block_size, causal=causal, window=window)
