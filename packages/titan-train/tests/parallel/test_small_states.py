@@ -8,7 +8,10 @@ from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.train import Trainer
 
-WIDE = {"model": {"name": "llama3_debug", "seq_len": 32, "args": {"num_layers": 2, "num_kv_heads": 4, "dim": 128}}}
+WIDE = {
+    "model": {"name": "llama3_debug", "seq_len": 32, "args": {"num_layers": 4, "num_kv_heads": 4, "dim": 128}},
+    "train": {"global_batch": 24},  # of 2, 3 and 4 ranks
+}
 SMOOTH = {"lr": 1e-3, "eps": 1e-3}  # an error of a gradient becomes one of the weight of at most that size
 OPTIMIZERS = {
     "int8": {"optimizer": SMOOTH | {"states": "int8"}},

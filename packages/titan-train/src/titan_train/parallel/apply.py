@@ -207,7 +207,8 @@ def _apply(part: nn.Module, run: _Run, init: InitFn) -> nn.Module:
         if run.report.fused is not None and run.tp is not None:
             enable_symmetric_memory(run.tp)
             options = micro_pipeline_options(run.report.fused)
-        whole_graph = spec.cp == 1 and spec.ep == 1 and not run.ring
+        # states of layers of transformers are carried outside of a graph
+        whole_graph = spec.cp == 1 and spec.ep == 1 and not run.ring and not getattr(part, "has_state", False)
         compile_blocks(
             blocks_of(part), config.compile, config.activations, whole_graph=whole_graph,
             split_backward=run.splits_backward, inductor_options=options,

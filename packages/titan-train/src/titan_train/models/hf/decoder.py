@@ -61,6 +61,13 @@ class HFModel(nn.Module):
         key_map = key_map_of(self, self.published["model_type"], getattr(self, "plan", None))
         return family_of_model(self, key_map, getattr(self, "tensor_styles", {}))
 
+    def _document_masks(self, positions: Tensor) -> Any:
+        """The masks that transformers makes for rows of documents with such positions, one for each sort of layer."""
+        from transformers.masking_utils import create_masks_for_generate
+
+        shaped = positions.new_empty((*positions.shape, 0), dtype=torch.float32)  # stands for the embeddings
+        return create_masks_for_generate(self.config, shaped, None, None, position_ids=positions)
+
 
 class UnplannedDecoder(HFModel):
     """A model whose family has no plan: transformers computes masks and attention from positions."""
@@ -76,16 +83,9 @@ class UnplannedDecoder(HFModel):
             positions = document_positions(cu_seqlens, tokens.shape[1])
         keywords: dict[str, Any] = {"position_ids": positions} if self.takes_positions else {}
         if self.takes_masks and cu_seqlens is not None:
-            keywords["attention_mask"] = self._document_masks(tokens, document_positions(cu_seqlens, tokens.shape[1]))
+            keywords["attention_mask"] = self._document_masks(document_positions(cu_seqlens, tokens.shape[1]))
         own = cast("Any", super())
         return own.forward(input_ids=tokens, **keywords, use_cache=False).logits
-
-    def _document_masks(self, tokens: Tensor, positions: Tensor) -> Any:
-        """The masks that transformers makes for such positions, one for each sort of layer."""
-        from transformers.masking_utils import create_masks_for_generate
-
-        shaped = tokens.new_empty((*tokens.shape, 0), dtype=torch.float32)  # stands for the embeddings
-        return create_masks_for_generate(self.config, shaped, None, None, position_ids=positions)
 
 
 class HFDecoder(HFModel):
@@ -166,6 +166,8 @@ class HFDecoder(HFModel):
         )
         given = {"input_ids" if self.holds_embedding else "inputs_embeds": tokens}
         keywords: dict[str, Any] = {"position_ids": positions, "use_cache": False, CONTEXT: context}
+        if self.plan.own_attention:  # its own would be as long as the hidden states that this rank holds
+            keywords["attention_mask"] = self._document_masks(positions)
         layers = self.get_submodule(self.plan.layers)
         if not isinstance(layers, StageLayers):
             return self._outcome(labels, **given, **keywords)

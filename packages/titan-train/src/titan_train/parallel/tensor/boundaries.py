@@ -35,11 +35,12 @@ def make_input_whole(module: nn.Module, group: dist.ProcessGroup, *, sequence_pa
 def sum_output(module: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
     """After the module has run, sum its output over the ranks; each keeps its own tokens, or all.
 
-    Attention of transformers returns its output with None for the attention weights.
+    Attention of transformers returns its output with None for the attention weights, and sparse attention with the numbers of
+    the keys that it chose, which every rank has whole.
     """
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, tuple) and isinstance(output[0], Tensor) and all(rest is None for rest in output[1:]):
+        if isinstance(output, tuple) and isinstance(output[0], Tensor) and not any(map(_is_partial, output[1:])):
             return leave(output[0], group, sequence_parallel=sequence_parallel), *output[1:]
         if not isinstance(output, Tensor):
             raise ValueError(
@@ -105,6 +106,10 @@ def enter(x: Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool) -> Te
 def leave(x: Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:
     """Out of a region: summands ``[..., S, d]`` to the sum, ``[..., S / n, d]`` (or ``[..., S, d]`` on all)."""
     return scatter_sum(x, x.ndim - 2, group) if sequence_parallel else sum_partials(x, group)
+
+
+def _is_partial(value: Any) -> bool:
+    return value is not None and not (isinstance(value, Tensor) and not value.is_floating_point())
 
 
 class _OwnRows:
