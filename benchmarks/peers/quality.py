@@ -40,26 +40,26 @@ LLAMA = HF | {"model": "llama"}
 SWEPT: dict[str, dict[str, dict[str, Any]]] = {
     "titan": {
         "shipped": {},
-        "lr 2e-3": {"--optimizer.lr": "2e-3"},
         "lr 4e-3": {"--optimizer.lr": "4e-3"},
+        "lr 2e-3": {"--optimizer.lr": "2e-3"},
         "lr 6e-3": {"--optimizer.lr": "6e-3"},
         "cosine": {"--schedule.name": "cosine"},
         "batch 4": {"--train.global-batch": "4"},
     },
     "nanogpt": {
         "documented": SMALL,
-        "lr 1e-3": NANO,
-        "lr 2e-3": NANO | {"lr": 2e-3},
         "lr 4e-3": NANO | {"lr": 4e-3},
+        "lr 2e-3": NANO | {"lr": 2e-3},
         "lr 8e-3": NANO | {"lr": 8e-3},
+        "lr 1e-3": NANO,
         "batch 4, lr 3e-3": NANO | {"batch": 4, "lr": 3e-3},
     },
     "hf": {
         "course": HF | {"block": 128, "batch": 16, "dropout": None, "lr": 5e-4},
-        "gpt2, lr 3e-3": HF,
-        "llama, lr 2e-3": LLAMA | {"lr": 2e-3},
         "llama, lr 4e-3": LLAMA | {"lr": 4e-3},
+        "llama, lr 2e-3": LLAMA | {"lr": 2e-3},
         "llama, lr 8e-3": LLAMA | {"lr": 8e-3},
+        "gpt2, lr 3e-3": HF,
         "llama, batch 4, lr 4e-3": LLAMA | {"batch": 4, "lr": 4e-3},
     },
 }
@@ -108,9 +108,10 @@ def best(runs: dict[Key, dict[str, Any]], peer: str) -> str | None:
 
 
 def pending(results: Results, seeds: int) -> Iterator[Key]:
-    """What is to be done, in this order: the sweeps, each seed of ours and of the best, each seed of published defaults."""
+    """What is to be done: the sweeps in turns, then each seed of ours and of the best, then of published defaults."""
     runs = results.runs()
-    wanted: list[Key] = [(peer, name, 0) for peer, names in SWEPT.items() for name in names]
+    in_turn = zip(*([(peer, name) for name in names] for peer, names in SWEPT.items()), strict=True)
+    wanted: list[Key] = [(*one, 0) for group in in_turn for one in group]
     chosen = [(peer, name) for peer in SWEPT if (name := best(runs, peer)) is not None]
     for group in ([("titan", "shipped"), *chosen], DEFAULTS):
         wanted += [(*one, seed) for seed in range(seeds) for one in group]

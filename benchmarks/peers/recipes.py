@@ -127,6 +127,8 @@ def _titan(settings: dict[str, Any], corpus: Corpus, steps: int, seed: int, skip
             began = time.process_time()
             trainer.fit()
             spent = time.process_time() - began
+            if trainer.step < steps:
+                raise SystemExit(f"stopped at step {trainer.step} of {steps}: nothing is recorded")
             state = {name: tensor.clone() for name, tensor in trainer.model.parts[0].state_dict().items()}
             parameters = trainer.model.report.num_parameters
     model = build_model(config.model, vocab_size=corpus.vocab_size, device="cpu").eval()

@@ -30,11 +30,11 @@ class RMSNorm(nn.RMSNorm):
         gain = self.gain
         if self.kernel is not None and self.eps is not None:
             return self.kernel(x, gain, self.eps)
+        if not torch.is_grad_enabled():  # nothing to keep, and the same bits
+            return F.rms_norm(x, self.normalized_shape, gain, self.eps)
         plain = type(x) is Tensor and x.device.type == "cpu" and x.dtype == gain.dtype == torch.float32
         if not plain or self.eps is None or torch.compiler.is_compiling():
             return F.rms_norm(x, self.normalized_shape, gain, self.eps)
-        if not torch.is_grad_enabled():  # nothing to keep, so no node of autograd
-            return _normalized(x, gain, self.eps)[0]
         return cast(Tensor, _RMSNorm.apply(x, gain, self.eps))
 
 

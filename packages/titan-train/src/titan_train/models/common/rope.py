@@ -99,6 +99,9 @@ def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     """`apply_rope` of queries and of keys. Attention calls it by its attribute ``rotate``, where a kernel can take its place."""
     if _plainly():
         tables = _doubled(cos, sin)
+        if q.shape[1] == 1 and q.dtype == k.dtype:  # a new token: operators cost more than copies
+            turned = _turn(torch.cat((q, k), dim=2), *tables)
+            return turned[:, :, : q.shape[2]], turned[:, :, q.shape[2] :]
         return _turn(q, *tables), _turn(k, *tables)
     return apply_rope(q, cos, sin), apply_rope(k, cos, sin)
 
@@ -131,6 +134,8 @@ def _doubled(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if x.dtype == cos.dtype == sin.dtype:
+        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
     return (wide * cos).addcmul_(swapped, sin.to(wide.dtype)).to(x.dtype)
