@@ -19,9 +19,9 @@ def save(root, step: int = 1, **parts) -> None:
     Checkpointer(root).save(step, TrainState(rng=False, **parts))
 
 
-def restore(root, strict: bool = True, **parts) -> TrainState:
+def restore(root, strict: bool = True, cast: bool = False, **parts) -> TrainState:
     state = TrainState(rng=False, **parts)
-    Checkpointer(root).restore(state, strict=strict)
+    Checkpointer(root).restore(state, strict=strict, cast=cast)
     return state
 
 
@@ -254,6 +254,18 @@ def test_an_optimizer_that_lacks_saved_parameters_is_an_error_unless_that_is_ask
         restore(tmp_path, model=model, optim=fewer)
     restore(tmp_path, strict=False, model=model, optim=fewer)
     assert "momentum_buffer" in fewer.state[model[1].weight]
+
+
+def test_weights_are_cast_where_that_is_asked_for_and_names_still_have_to_match(tmp_path):
+    half = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16))
+    save(tmp_path, model=half)
+    full = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"float32, but torch\.bfloat16 was saved"):
+        restore(tmp_path, model=full)
+    restore(tmp_path, cast=True, model=full)
+    assert torch.equal(full[0].weight, half[0].weight.float())
+    with pytest.raises(ValueError, match=r"'1\.weight'"):
+        restore(tmp_path, cast=True, model=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
 
 def test_moments_follow_the_parameters_to_another_dtype(tmp_path):

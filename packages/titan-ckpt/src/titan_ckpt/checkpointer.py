@@ -209,6 +209,7 @@ class Checkpointer:
         *,
         verify: Verify = "touched",
         strict: bool = True,
+        cast: bool = False,
         fallback: bool = False,
     ) -> int:
         """Fill ``state`` in place from a step of any number of ranks and any layout. Collective.
@@ -221,6 +222,7 @@ class Checkpointer:
             verify: "touched" checks the 4 MiB blocks that are read, "all" every block of the step, "none" only manifest,
                 index, state files and sizes.
             strict: Refuse names and dtypes that differ. False loads what matches and converts dtypes.
+            cast: Convert dtypes that differ, also with ``strict``: for weights that are used, not trained on.
             fallback: If any rank finds damage, all ranks log it and take the next older step. `passed_over` has the
                 reasons.
 
@@ -239,8 +241,9 @@ class Checkpointer:
         self.wait()
         try:
             return restore_newest(
-                self.root, state, step, self._comm, self._passed_over, verify=verify, strict=strict, fallback=fallback
-            )
+                self.root, state, step, self._comm, self._passed_over, verify=verify, strict=strict, cast=cast,
+                fallback=fallback,
+            )  # fmt: skip
         finally:
             self._distrusted = {number for number, _ in self._passed_over}
 

@@ -8,14 +8,16 @@ from titan_train.models import Llama, LlamaArgs, build_model, count_parameters, 
 from titan_train.models.common.moe import experts
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.layout.run import plan_run
-from titan_train.parallel.structure import blocks_of, freeze
+from titan_train.parallel.structure import blocks_of, freeze, hold_weights
 from titan_train.planner import Setup
 from titan_train.planner.memory import ranks as estimate
 from titan_train.planner.memory.closed import whole_rank
 from titan_train.planner.memory.kept import block_bytes, tokens_of
 from titan_train.planner.memory.ranks import estimate_ranks
 from titan_train.planner.memory.rehearsed import rehearse_activation_checkpointing
+from titan_train.planner.memory.states import state_bytes
 from titan_train.planner.shapes import find_shape
+from titan_train.planner.translate import setup_of_config
 
 FAMILIES = ("llama3_debug", "gpt_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug")
 EXPERTS = ("qwen3_moe_debug", "deepseek_debug")
@@ -43,6 +45,7 @@ def ranks_of(monkeypatch, name, world, settings, *, closed, frozen=()):
     plan = plan_run(config, world)
     model = build_model(config.model, vocab_size=None)
     freeze(model, frozen)
+    hold_weights(model, config.optimizer.weights)
     with monkeypatch.context() as patch:
         if closed:
             patch.setattr(estimate.RankProgram, "_trace", lambda *_, **__: pytest.fail("this has a closed form"))
@@ -55,6 +58,26 @@ def ranks_of(monkeypatch, name, world, settings, *, closed, frozen=()):
             schedule=plan.schedule,
             closed_form=closed,
         )
+
+
+@pytest.mark.parametrize("parallel", [{"parallel.mode": "fsdp"}, {"parallel.tp": 2}], ids=str)
+def test_small_weights_and_states_take_half_of_the_bytes(monkeypatch, parallel):
+    half = {"optimizer.weights": "bf16", "optimizer.states": "bf16"}
+    (wide,), (small,) = (
+        ranks_of(monkeypatch, "llama3_debug", 2, parallel | settings, closed=True) for settings in ({}, half)
+    )
+    for part, each in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
+        assert wide.memory.parts[part] == 2 * small.memory.parts[part], part
+        assert small.memory.parts[part] > 0
+        if "parallel.tp" in parallel:  # not sharded any further
+            assert wide.memory.parts[part] == each * wide.num_parameters
+    config = load_config(
+        "debug", ["--train.dtype", "bf16", "--optimizer.weights", "bf16", "--optimizer.states", "bf16"]
+    )
+    shape = find_shape("llama3_debug")
+    found = state_bytes(shape, setup_of_config(config, 1), first=True)
+    assert found["parameters"] == found["gradients"] == found["optimizer"] / 2
+    assert found["parameters"] / shape.parameters() == pytest.approx(2, rel=1e-3)  # the last norm is left out there
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

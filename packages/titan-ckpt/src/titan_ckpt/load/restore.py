@@ -59,6 +59,7 @@ def restore_newest(
     *,
     verify: Verify,
     strict: bool,
+    cast: bool,
     fallback: bool,
 ) -> int:
     """As `Checkpointer.restore`. ``passed_over`` gets the damaged steps that were not used, newest first. Collective."""
@@ -75,7 +76,7 @@ def restore_newest(
         passed_over.clear()
         for number, name in reversed(present):
             try:
-                return restore_step(root / name, state, comm, verify, strict)
+                return restore_step(root / name, state, comm, verify, strict, cast)
             except (CheckpointError, OSError) as err:  # raised on every rank: all continue alike
                 if attempt < _LISTINGS and _gone(root / name, comm):
                     break
@@ -111,7 +112,9 @@ def _gone(path: StorePath, comm: ByteComm) -> bool:
     return comm.broadcast(b"1" if gone else b"") == b"1"
 
 
-def restore_step(path: StorePath, state: TrainState, comm: ByteComm, verify: Verify, strict: bool) -> int:
+def restore_step(
+    path: StorePath, state: TrainState, comm: ByteComm, verify: Verify, strict: bool, cast: bool = False
+) -> int:
     """Fill ``state`` from the step in ``path`` and return its number. Collective.
 
     All ranks return, or all raise. Damage that one rank finds is a `DamageError` on every rank, before the state of any
@@ -122,7 +125,7 @@ def restore_step(path: StorePath, state: TrainState, comm: ByteComm, verify: Ver
     def failure(err: OSError) -> CheckpointError:
         return CheckpointError(f"{path} cannot be read: {err}")
 
-    restore = comm.attempt(lambda: _Restore(path, state, comm, strict), doing, failure)
+    restore = comm.attempt(lambda: _Restore(path, state, comm, strict, cast), doing, failure)
     comm.agree(restore.unexpected_names(), doing)
     blocks = restore.my_share(verify)
     comm.attempt(lambda: restore.check(blocks), doing, failure)
@@ -133,9 +136,10 @@ def restore_step(path: StorePath, state: TrainState, comm: ByteComm, verify: Ver
 class _Restore:
     """A restore. The constructor makes every check that needs no other rank."""
 
-    def __init__(self, path: StorePath, state: TrainState, comm: ByteComm, strict: bool) -> None:
+    def __init__(self, path: StorePath, state: TrainState, comm: ByteComm, strict: bool, cast: bool) -> None:
         check_state(state)
         self.state, self.comm, self.strict = state, comm, strict
+        self._cast = cast or not strict
         self.reader = StepReader(path)
         shared = self.reader.shared_state()
         self._encoded_extra: dict[str, Any] = shared.pop("extra")
@@ -292,7 +296,7 @@ class _Restore:
         """Plan to fill ``target``, which is called ``key`` here and may have another name in the step."""
         shard = shard_of(self.state.shards, section, key, tuple(target.shape), self.model)
         path = f"{section}.{key}{note}"
-        self.copies[path] = plan_copies(stored, target, path, cast=not self.strict, shard=shard)
+        self.copies[path] = plan_copies(stored, target, path, cast=self._cast, shard=shard)
 
     def _match_sched(self) -> None:
         scheds, saved = listed(self.state.sched), self.shared["sched"]

@@ -212,6 +212,8 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
         precisions=cast(tuple[Precision, ...], tuple(arguments.precision or default)),
         fixed=fixed,
         max_memory_gib=arguments.max_mem,
+        weight_bytes=4.0 if config is None else config.optimizer.weight_bytes,
+        state_bytes=(8.0, 8.0) if config is None else config.state_bytes,
         constants=load_constants(arguments.constants) if arguments.constants else None,
     )
 

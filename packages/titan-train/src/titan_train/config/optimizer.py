@@ -84,6 +84,10 @@ class OptimizerConfig:
     """Format of adamw's two running means: 8, 4 or 2 bytes a parameter. bf16 rounds at random, with the same bits under every
     layout; int8 has a scale for each block of at most 128 elements of a row, and vectors and short rows stay fp32."""
 
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Format of the weights that adamw updates: 4 bytes a parameter, or 2 without a float32 copy; gradients take as many. bf16
+    rounds each update at random, with the same bits under every layout, and needs train.dtype = "bf16"."""
+
     weight_decay: Annotated[float, Range(0, note="0 disables")] = 0.1
     """Weight decay of matrices, embeddings too. Norms, biases, other vectors and A_log have none, unless weight_decays says
     so."""
@@ -118,6 +122,11 @@ class OptimizerConfig:
         other = {"sgd": 4.0 if self.beta1 > 0 else 0.0}.get(self.name, adamw)
         return (4.0 if self.name == "muon" else other), other
 
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of each element of a weight, and of its gradient."""
+        return 2.0 if self.weights == "bf16" else 4.0
+
     def __post_init__(self) -> None:
         check_values("optimizer", self)
         if self.cautious and self.name == "sgd":
@@ -125,11 +134,15 @@ class OptimizerConfig:
                 "optimizer.cautious with optimizer.name='sgd', which adds weight decay to the gradient: it has no decay of its "
                 "own that could be left out. Set cautious=false, or name='adamw'."
             )
-        if self.states != "fp32" and self.name != "adamw":
-            raise ValueError(
-                f"optimizer.states={self.states!r} with optimizer.name={self.name!r}: it is the format of adamw's running means. "
-                "Set optimizer.states='fp32', or optimizer.name='adamw'."
-            )
+        for key, value, what in (
+            ("states", self.states, "the format of adamw's running means"),
+            ("weights", self.weights, "the format of weights that adamw updates"),
+        ):
+            if value != "fp32" and self.name != "adamw":
+                raise ValueError(
+                    f"optimizer.{key}={value!r} with optimizer.name={self.name!r}: it is {what}. Set optimizer.{key}='fp32', or "
+                    "optimizer.name='adamw'."
+                )
         if self.name == "schedule_free" and (self.cautious or not self.beta1):
             key, value = ("cautious", "false") if self.cautious else ("beta1", "0.9")
             raise ValueError(

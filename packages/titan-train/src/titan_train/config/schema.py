@@ -231,11 +231,25 @@ class Config:
     def __post_init__(self) -> None:
         if self.optimizer.name == "schedule_free":
             self._check_schedule_free()
+        if self.optimizer.weights == "bf16":
+            self._check_small_weights()
         kept = self.checkpoint.keep_last
         if self.average.use == "checkpoints" and 0 < kept < self.average.checkpoints:
             raise ValueError(
                 f"average.checkpoints={self.average.checkpoints}, but checkpoint.keep_last={kept} deletes older ones. Set "
                 f"checkpoint.keep_last={self.average.checkpoints}, or 0 to keep all."
+            )
+
+    def _check_small_weights(self) -> None:
+        if self.train.dtype != "bf16":
+            raise ValueError(
+                f"optimizer.weights='bf16' with train.dtype={self.train.dtype!r}: weights of 8 bits of precision have no more in "
+                "compute. Set train.dtype='bf16', or optimizer.weights='fp32'."
+            )
+        if self.qk_clip.threshold:
+            raise ValueError(
+                f"qk_clip.threshold={self.qk_clip.threshold} with optimizer.weights='bf16': QK-clip shrinks weights by factors "
+                "near 1, which bfloat16 would round away. Set qk_clip.threshold=0, or optimizer.weights='fp32'."
             )
 
     def _check_schedule_free(self) -> None:

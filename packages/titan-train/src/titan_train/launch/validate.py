@@ -111,7 +111,7 @@ def validate(config: Config, world_size: int) -> "nn.Module":
     from titan_train.optim import plan_groups
     from titan_train.parallel.check import check_model
     from titan_train.parallel.layout.run import plan_run
-    from titan_train.parallel.structure import freeze
+    from titan_train.parallel.structure import freeze, hold_weights
     from titan_train.run_folder import newest_checkpoint, run_folder, with_kept_model
 
     config = with_kept_model(config, run_folder(config))
@@ -120,20 +120,39 @@ def validate(config: Config, world_size: int) -> "nn.Module":
     task = load_task(config)
     model = build_model(config.model, vocab_size=task.vocab_size(config), device="meta")
     freeze(model, config.train.freeze)
+    hold_weights(model, config.optimizer.weights)
     plan_groups(model, config.optimizer)
     check_model(config, plan.layout, plan.batch, model, task, vocab_size=task.vocab_size(config))
-    if config.model.init and newest_checkpoint(run_folder(config)) is None:
+    newest = newest_checkpoint(run_folder(config))
+    if newest is not None:
+        _check_resume(config, newest, model)
+    if config.model.init and newest is None:
         from titan_train.train.published_tokenizer import check_tokenizer
         from titan_train.train.warm_start import check_init, check_run_init
 
         check = check_run_init if config.model.init.startswith(RUN) else check_init
         check(config.model.init, model, config.model)
         check_tokenizer(config)
-    if config.checkpoint.start_from and newest_checkpoint(run_folder(config)) is None:
+    if config.checkpoint.start_from and newest is None:
         from titan_train.train.branch import check_branch
 
         check_branch(config, model, task)
     return model
+
+
+def _check_resume(config: Config, step: int, model: "nn.Module") -> None:
+    """Refuse weights in another format than the newest checkpoint's; what is damaged there is the ranks' matter."""
+    from titan_ckpt import CheckpointError
+    from titan_ckpt.load.reader import StepReader
+
+    from titan_train.optim.build import check_saved_weights
+    from titan_train.run_folder import checkpoint_folders, run_folder
+
+    folder = run_folder(config)
+    with contextlib.suppress(CheckpointError, OSError):
+        check_saved_weights(
+            StepReader(checkpoint_folders(folder)[step]), model, f"the checkpoint of step {step} in {folder}"
+        )
 
 
 def validate_in_child(config_toml: str, world_size: int, sender: Connection) -> None:

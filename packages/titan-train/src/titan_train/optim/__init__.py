@@ -1,7 +1,8 @@
 """Optimizers with parameter groups by pattern, and learning-rate schedules.
 
 - `groups`: which parameter gets which settings; `matrices`: which are Muon's. `build`: the optimizer; `update`: AdamW's kernel.
-- `compact_adamw`: AdamW with small states, in the formats of `compact_states`. `schedule_free`: AdamW that averages its weights.
+- `compact_adamw`: AdamW with small states and weights, in the formats of `compact_states`. `schedule_free`: AdamW that averages
+  its weights.
 - `newton_schulz`: Muon's update of one matrix. `ownership`: which rank computes it. `muon`: the optimizer;
   `muon_step`: its messages between ranks.
 - `schedule`: the learning rate of a step. `average`: EMA and mean of weights. `spikes`: steps that are left out.

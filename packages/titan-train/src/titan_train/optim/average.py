@@ -117,7 +117,7 @@ def mean_over_checkpoints(checkpointer: Checkpointer, state: TrainState, steps: 
     kept = [b.clone() for b in buffers]
     means = [w.detach().float().clone() for w in weights]
     for count, step in enumerate(steps, 2):
-        checkpointer.restore(state, step)
+        checkpointer.restore(state, step, cast=True)
         for mean, weight in zip(means, weights, strict=True):
             mean.lerp_(weight.float(), 1 / count)
     for weight, mean in zip(weights, means, strict=True):
@@ -138,7 +138,7 @@ def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: "Con
     Returns:
         The checkpoint's step.
     """
-    found = checkpointer.restore(state, "latest" if step is None else step)
+    found = checkpointer.restore(state, "latest" if step is None else step, cast=True)
     use = config.evaluated_weights
     if use == "checkpoints":
         mean_over_checkpoints(checkpointer, state, older_steps(checkpointer.steps(), found, config.average.checkpoints))

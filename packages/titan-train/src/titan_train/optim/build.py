@@ -6,7 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from titan_ckpt import LocalShard
-from titan_fsdp import is_dtensor
+from titan_ckpt.load.reader import StepReader
+from titan_ckpt.state.dtypes import DTYPES
+from titan_fsdp import clean_fqn, is_dtensor, unwrap
 from torch import nn
 
 from titan_train.config.optimizer import OptimizerConfig
@@ -83,7 +85,7 @@ def build_optimizer(
     betas = config.beta1, config.beta2
     if config.name == "schedule_free":
         return ScheduleFreeAdamW(param_groups, betas=betas, eps=config.eps)
-    if config.states != "fp32":
+    if config.states != "fp32" or config.weights != "fp32":
         return CompactAdamW(
             param_groups,
             states=config.states,
@@ -165,6 +167,30 @@ def check_restored(optimizer: torch.optim.Optimizer, name: str) -> None:
                 own[fqn] = _KINDS[optimizer.first_state(parameter)]
             saved[fqn] = {kind for key in optimizer.state.get(parameter, {}) for kind in saved_kind(key)}
     check_kinds(name, own, saved)
+
+
+def check_saved_weights(reader: StepReader, part: nn.Module, where: str) -> None:
+    """Refuse to continue with weights that a checkpoint has in another format: a resume would not be exact.
+
+    Args:
+        reader: The checkpoint's index.
+        part: The model, or a part of it, on any device, in the format of ``optimizer.weights``.
+        where: What the checkpoint is called.
+
+    Raises:
+        ValueError: A weight differs.
+    """
+    formats = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    saved = reader.index.tensors["model"]
+    for name, parameter in unwrap(part).named_parameters():
+        stored = saved.get(clean_fqn(name))
+        there = None if stored is None else DTYPES[stored.dtype]
+        if there is not None and there != parameter.dtype and {there, parameter.dtype} <= formats.keys():
+            raise ValueError(
+                f"optimizer.weights={formats[parameter.dtype]!r}, and {where} has weights in {formats[there]!r}, such as {name}: "
+                f"a resume would not be exact. Set optimizer.weights={formats[there]!r}, or start another run from its weights: "
+                "model.init='run:DIR'."
+            )
 
 
 def saved_kind(entry: str) -> set[str]:

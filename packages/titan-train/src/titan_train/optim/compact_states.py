@@ -1,4 +1,4 @@
-"""Two ways to keep a running mean in less than four bytes, with the same bits under every layout.
+"""Two ways to keep a running mean, and one to keep a weight, in less than four bytes, with the same bits under every layout.
 
 "bf16" rounds up or down at random, with the chances that keep the expected value: rounding to nearest would leave a mean as it is
 whose change is below half a unit in the last place, 1/512 of it. The random bits of an element are a function of the parameter's

@@ -37,7 +37,7 @@ from titan_train.parallel.model import ParallelModel, Report
 from titan_train.parallel.param_shard import ParamShard, init_of_shards
 from titan_train.parallel.pipeline import Pipeline, make_transport
 from titan_train.parallel.stages import take_parts, tied_over_stages
-from titan_train.parallel.structure import blocks_of, freeze
+from titan_train.parallel.structure import blocks_of, freeze, hold_weights
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.float8_linears import gathers_float8
 from titan_train.parallel.tensor.loss import whole_loss
@@ -77,6 +77,7 @@ def build_parallel_model(
     """
     whole = build_model(config.model, vocab_size=vocab_size, device="meta")
     freeze(whole, config.train.freeze)
+    hold_weights(whole, config.optimizer.weights)
     task = task or load_task(config)
     check_model(config, layout, plan_batch(config, layout), whole, task)
     config = meaning_all_copies(config, whole)

@@ -69,7 +69,7 @@ class Gradients:
                 by_holders.setdefault(self._holders(name, parameter), []).append(_local_gradient(parameter))
         total: Tensor | None = None
         for holders, gradients in by_holders.items():
-            norm = torch.nn.utils.get_total_norm(gradients).float()
+            norm = _norm(gradients)
             part = norm * norm / holders
             total = part if total is None else total + part
         return torch.zeros(()) if total is None else total
@@ -120,6 +120,16 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Their 2-norm together, float32: the norm of a bfloat16 tensor would be rounded to one."""
+    wide = [g for g in gradients if g.dtype != torch.bfloat16]
+    small = [g for g in gradients if g.dtype == torch.bfloat16]
+    norms = torch._foreach_norm(small, 2, dtype=torch.float32) if small else []  # pyright: ignore[reportPrivateImportUsage]
+    if not norms:
+        return torch.nn.utils.get_total_norm(wide).float()
+    return torch.nn.utils.get_total_norm([*norms, *wide]).float()
+
+
 def _shards(parameter: nn.Parameter) -> int:
     """Different parts of it among the ranks of its mesh."""
     if not isinstance(parameter, DTensor):
@@ -136,7 +146,7 @@ def _all_reduce(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) ->
     """
     unreached = [p for p in parameters if p.grad is None]
     gradients = [_local_gradient(p) for p in parameters]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = torch.cat([g.flatten().to(torch.promote_types(g.dtype, torch.float32)) for g in gradients])
     dist.all_reduce(flat, group=group)
     for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))

@@ -77,6 +77,11 @@ def init_of_shards(init: InitFn, cuts: ParamShards, tied: Mapping[str, str], see
     """
 
     def fill(fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
+        if tensor.dtype == torch.bfloat16:  # the float32 run's values, rounded
+            wide = torch.empty_like(tensor, dtype=torch.float32)
+            fill(fqn, wide, generator)
+            tensor.copy_(wide)
+            return
         if fqn in tied:  # the copy of a tied parameter on another pipeline stage starts as the first one does
             generator = fsdp.generator_for(tied[fqn], tensor.device, seed)
         cut = cuts.get(fqn)

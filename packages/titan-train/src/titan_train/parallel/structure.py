@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
+import torch
 from titan_fsdp import clean_fqn
 from torch import nn
 
@@ -20,6 +22,13 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
             found += blocks
             inside |= {id(m) for block in blocks for m in block.modules()}
     return found
+
+
+def hold_weights(model: nn.Module, weights: Literal["fp32", "bf16"]) -> None:
+    """Hold a float32 model's parameters, not its buffers, as ``optimizer.weights`` says, in place; ties stay."""
+    for parameter in model.parameters() if weights == "bf16" else ():
+        if parameter.dtype == torch.float32:
+            parameter.data = parameter.data.bfloat16()
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

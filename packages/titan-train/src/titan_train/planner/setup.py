@@ -69,6 +69,8 @@ class Setup:
     """Largest over mean number of tokens that the ranks' experts receive."""
     grad_bytes: int = 4
     """Bytes per element of kept and reduced gradients."""
+    weight_bytes: float = 4.0
+    """Bytes of each element of a weight that the optimizer updates, and of its gradient; 2 without float32 masters."""
     state_bytes: tuple[float, float] = (8.0, 8.0)
     """Bytes of optimizer state per parameter, of blocks and of embedding and head. AdamW keeps two moments in float32."""
 

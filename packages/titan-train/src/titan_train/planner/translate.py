@@ -59,6 +59,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         offload_activations=1.0 if config.activations.offload else 0.0,
         offload_optimizer=1.0 if p.offload != "none" else 0.0,
         state_bytes=config.state_bytes,
+        weight_bytes=config.optimizer.weight_bytes,
         grad_bytes=4 if p.reduce_dtype == "fp32" else 2,
     )
 

@@ -14,7 +14,7 @@ from torch import nn
 from titan_train.config import Config
 from titan_train.data.loader.data_loader import check_position
 from titan_train.optim import plan_groups
-from titan_train.optim.build import check_kinds, kind_of, saved_kind
+from titan_train.optim.build import check_kinds, check_saved_weights, kind_of, saved_kind
 from titan_train.run_folder import checkpoint_folders, find_start
 from titan_train.task import Task, TaskInputs
 from titan_train.train.warm_start import check_saved_model
@@ -35,6 +35,7 @@ def check_branch(config: Config, whole: nn.Module, task: Task) -> None:
     folder, step = find_start(start, "checkpoint.start_from")
     reader = StepReader(checkpoint_folders(folder)[step])
     check_saved_model(f"checkpoint.start_from={start!r}", folder, reader, whole)
+    check_saved_weights(reader, whole, f"checkpoint.start_from={start!r}")
     saved: dict[str, set[str]] = {}
     for key in reader.index.tensors["optim"]:
         fqn, _, name = key.partition("/")

@@ -9,6 +9,7 @@ from typing import Any
 
 import titan_fsdp as fsdp
 from titan_ckpt import Checkpointer, LocalShard, NoIntactStepError, TrainState
+from titan_ckpt.load.reader import StepReader
 from torch import nn
 
 from titan_train.config.published import RUN
@@ -17,6 +18,7 @@ from titan_train.exchange import gather_values
 from titan_train.models import build_model, named_parameters
 from titan_train.optim import Scheduler, check_restored
 from titan_train.optim.average import averages_in_place, mean_over_checkpoints, older_steps, weights_kept
+from titan_train.optim.build import check_saved_weights
 from titan_train.optim.spikes import Spikes
 from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.tied import tied_to_first
@@ -79,7 +81,8 @@ class Checkpoints:
             )
         asked = staged_rewind(staged_folder(self._run.run_dir))
         try:
-            step = self.checkpointer.restore(self._state(), asked or "latest", fallback=asked is None)
+            with self._dtypes_by_name(self.checkpointer, asked or found):
+                step = self.checkpointer.restore(self._state(), asked or "latest", fallback=asked is None)
             if not step and self._run.config.checkpoint.start_from:
                 step = self._branch(self._run.config.checkpoint.start_from)
         except NoIntactStepError as err:  # on every rank
@@ -96,7 +99,8 @@ class Checkpoints:
     def _branch(self, start: str) -> int:
         """Take the whole state of another run's step."""
         folder, step = find_start(start, "checkpoint.start_from")
-        with Checkpointer(folder / "checkpoints", ranks_per_node=_ranks_per_node()) as theirs:
+        checkpoints = Checkpointer(folder / "checkpoints", ranks_per_node=_ranks_per_node())
+        with checkpoints as theirs, self._dtypes_by_name(theirs, step):
             theirs.restore(self._state(), step)
         self._best.forget()  # their best checkpoint is not in this run's folder
         self.parent = (str(folder), step)
@@ -148,6 +152,17 @@ class Checkpoints:
         steps = self.checkpointer.steps() if self._run.rank == 0 else []
         return gather_values(steps)[0] if self._run.mesh is not None else steps
 
+    @contextlib.contextmanager
+    def _dtypes_by_name(self, checkpointer: Checkpointer, step: int | None) -> Generator[None]:
+        """Name the setting where a step is refused because weights were saved in another format."""
+        try:
+            yield
+        except ValueError:
+            if step is not None:
+                for part in self._run.model.parts:
+                    check_saved_weights(StepReader(checkpointer.path(step)), part, f"the checkpoint of step {step}")
+            raise
+
     def _load_init(self) -> None:
         from titan_train.train.published_tokenizer import check_tokenizer
         from titan_train.train.warm_start import check_run_init, load_init
@@ -165,7 +180,7 @@ class Checkpoints:
                 rng=False,
             )
             with Checkpointer(folder / "checkpoints", ranks_per_node=_ranks_per_node()) as theirs:
-                theirs.restore(weights, step)
+                theirs.restore(weights, step, cast=True)
             return
         load_init(config.init, self._run.model.parts, whole=whole, config=config, shards=_local_shards(self._run.model))
 

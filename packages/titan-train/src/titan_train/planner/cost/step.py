@@ -287,9 +287,9 @@ def _offload(c: Context, shape: ModelShape, compute: float) -> float:
     if s.offload_optimizer:
         dense, experts = rank_parameters(shape, s)
         local = dense / (s.dp_shard * s.cp) + experts / max(1, s.dp_shard * s.cp * s.tp // s.ep)
-        gathers = 4.0 * s.microbatches * (1 + s.reshard) + 4.0  # parameters in float32, gradients back
+        gathers = s.weight_bytes * (s.microbatches * (1 + s.reshard) + 1)  # parameters, and gradients back
         copies = max(0.0, gathers * local / c.machine.host_bandwidth - 0.5 * s.microbatches * compute)
-        seconds += s.offload_optimizer * (copies + 28.0 * local / _HOST_UPDATE)
+        seconds += s.offload_optimizer * (copies + (3 * s.weight_bytes + 2 * s.state_bytes[0]) * local / _HOST_UPDATE)
     return seconds
 
 
@@ -300,9 +300,14 @@ def _optimizer(c: Context, shape: ModelShape) -> float:
     dense, experts = rank_parameters(shape, s)
     shard = 1 if s.sharding == "ddp" else s.dp_shard * s.cp
     local = dense / shard + experts / (1 if s.sharding == "ddp" else max(1, shard * s.tp // s.ep))
-    # parameter and state read and written, gradient read, a bf16 copy written
+    # parameter and state read and written, gradient read, a bf16 copy written of what is no bf16 itself
     of_blocks, of_ends = s.state_bytes
-    seconds = (14.0 + 2 * of_blocks) * local * (1 - s.offload_optimizer) / c.rates.stream
+    seconds = (
+        (3 * s.weight_bytes + (2.0 if s.weight_bytes > 2 else 0.0) + 2 * of_blocks)
+        * local
+        * (1 - s.offload_optimizer)
+        / c.rates.stream
+    )
     if (
         of_blocks < of_ends
     ):  # Muon: five Newton-Schulz steps of at most 6 x width operations an element, by the element's owner

@@ -37,7 +37,7 @@ from titan_train.parallel.layout.degrees import Mode, wrapped_over
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
-from titan_train.parallel.structure import blocks_of
+from titan_train.parallel.structure import blocks_of, hold_weights
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, table_for
 from titan_train.planner.memory.closed import RankEstimate, closed_form
@@ -56,6 +56,7 @@ def rehearse(config: Config, devices: int) -> list[RankEstimate]:
     """
     plan = plan_run(config, devices)
     model = build_model(config.model, vocab_size=None)
+    hold_weights(model, config.optimizer.weights)
     return estimate_ranks(
         config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule, closed_form=False
     )
@@ -221,7 +222,7 @@ class RankProgram:
     def _state(self, stage: _Stage) -> float:
         """Bytes of optimizer state of one stage's shards."""
         of_blocks, of_ends = self.config.state_bytes
-        elements = stage.held.grads / 4
+        elements = stage.held.grads / self.config.optimizer.weight_bytes
         return of_blocks * elements + (of_ends - of_blocks) * elements * stage.ends
 
     def _closed_form(self, layers: range | None) -> int | None:

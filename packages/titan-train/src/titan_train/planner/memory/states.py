@@ -8,8 +8,8 @@ from titan_train.planner.setup import Setup
 def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 0.0) -> dict[str, float]:
     """What lives through the whole step.
 
-    fsdp shards float32 parameters, gradients and AdamW's two moments: 16 bytes over the shards. ``gathered`` is what stays whole
-    through the step. zero1 keeps bf16 parameters and
+    fsdp shards parameters, gradients and AdamW's two moments: 16 bytes over the shards in float32. ``gathered`` is what stays
+    whole through the step. zero1 keeps bf16 parameters and
     whole gradients, and shards float32 masters and moments: 2 + 4 + 12 / shards. ddp keeps 16 bytes, and bf16 copies.
     Experts are sharded over the ranks that hold the same experts.
     """
@@ -33,7 +33,8 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 
     if setup.sharding == "fsdp":
         local = sum(n / s for n, s in both)
         whole = dense + experts
-        out = {"parameters": 4.0 * local, "gradients": 4.0 * local, "optimizer": state(shard)}
+        each = setup.weight_bytes * local
+        out = {"parameters": each, "gradients": each, "optimizer": state(shard)}
         if setup.pp > 1:  # gathered once a step, gradients added up whole
             out["gathered"] = (2.0 + 4.0) * whole if shard * expert_shard > 1 else 0.0
         elif not setup.reshard:
@@ -48,7 +49,11 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 
         }
         return _offloaded(out, setup)
     whole = dense + experts
-    return {"parameters": 6.0 * whole, "gradients": 4.0 * whole, "optimizer": state(1)}
+    return {
+        "parameters": (setup.weight_bytes + 2.0) * whole,
+        "gradients": setup.weight_bytes * whole,
+        "optimizer": state(1),
+    }
 
 
 def _offloaded(out: dict[str, float], setup: Setup) -> dict[str, float]:

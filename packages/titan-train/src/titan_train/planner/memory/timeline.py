@@ -17,6 +17,7 @@ from titan_train.config import Config
 from titan_train.models.build import build_model
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
+from titan_train.parallel.structure import hold_weights
 from titan_train.planner.memory.ranks import RankProgram, estimate_ranks, pretended_group
 
 _THROUGHOUT = ("parameters", "gradients", "optimizer", "workspace")
@@ -78,6 +79,7 @@ def step_timeline(config: Config, devices: int) -> MemoryTimeline:
         ValueError: The layout, the batch or the model cannot run on so many devices.
     """
     plan, whole = plan_run(config, devices), build_model(config.model, vocab_size=None)
+    hold_weights(whole, config.optimizer.weights)
     layout, schedule = plan.layout, plan.schedule
     ranks = estimate_ranks(config, whole, layout=layout, mode=plan.mode, batch=plan.batch, schedule=schedule)
     fullest = max(ranks, key=lambda rank: rank.peak)

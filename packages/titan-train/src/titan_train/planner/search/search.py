@@ -255,7 +255,8 @@ def search(request: PlanRequest, top: int = 10) -> Ranking:
     found = Searcher(request).run(top)
     if found.best or request.stack not in ("eager", "compile"):
         return found
-    if 16 * request.shape.parameters() / request.gpus > _HOST_BYTES:
+    each = 2 * request.weight_bytes + max(request.state_bytes)
+    if each * request.shape.parameters() / request.gpus > _HOST_BYTES:
         return found
     offloaded = Searcher(request, offload=1.0).run(top)
     return offloaded if offloaded.best else found

@@ -36,6 +36,10 @@ class PlanRequest:
     """Degrees that are given, such as {"tp": 8}."""
     max_memory_gib: float = 0.0
     """0 takes 92 % of the machine's memory: allocated is not reserved, and estimates of pipelines read low."""
+    weight_bytes: float = 4.0
+    """As in `Setup`."""
+    state_bytes: tuple[float, float] = (8.0, 8.0)
+    """As in `Setup`."""
     constants: Constants | None = None
     """A set of one's own (`titan-train plan calibrate`) instead of the shipped ones."""
 
@@ -114,6 +118,8 @@ def base_setup(request: PlanRequest) -> Setup:
         dispatcher="hybridep" if te else "alltoall",
         loss="fused" if te else "chunked",
         imbalance=1.1 if request.shape.moe else 1.0,
+        weight_bytes=request.weight_bytes,
+        state_bytes=request.state_bytes,
     )
 
 
