@@ -102,10 +102,15 @@ def check_thaw(results, alone, trained):
     for found, other_norms, *_ in results:
         assert max(abs(a - b) for a, b in zip(found, losses, strict=True)) <= 2e-5  # AdamW amplifies what differs
         assert max(abs(a - b) / b for a, b in zip(other_norms, norms, strict=True)) <= 1e-5
-    whole = composition.assemble([boxes for *_, boxes in results])
+    # a pipeline stage without projectors has its first update, and so its first gradients here, at the thaw
+    projectors = ("vision.projector", "vision.deepstack")
+    whole = composition.assemble(
+        [{name: box for name, box in boxes.items() if name.startswith(projectors)} for *_, boxes in results]
+    )
     assert whole.keys() == trained.keys()
+    assert all(name.startswith(projectors) for name in trained)
     for name, gradient in trained.items():
-        assert gradient.any() == name.startswith(("vision.projector", "vision.deepstack")), name
+        assert gradient.any(), name
         assert (whole[name] - gradient).abs().max() <= 1e-6, name
 
 
