@@ -41,6 +41,8 @@ class Gradients:
     _num_layers: int = field(init=False, default=0)
     _holders_of: dict[str, int] = field(init=False, default_factory=dict[str, int])
     """What `_holders` found, by name: it is asked for each parameter in each step."""
+    _placed: dict[torch.device, tuple[tuple[str, ...], Tensor, Tensor]] = field(init=False, default_factory=dict)
+    """What `_places` found, by the device of the gradients."""
 
     def __post_init__(self) -> None:
         every = itertools.chain.from_iterable(named_parameters(part) for part in self.parts)
@@ -78,7 +80,8 @@ class Gradients:
     def norms_by_layer(self, device: torch.device) -> Tensor:
         """The 2-norm of the gradient of each numbered layer and, last, of all other parameters: float32 ``[L + 1]``.
 
-        Collective over all ranks. Waits for the device the first time only, to agree on L. A layer is a number in a
+        Collective over all ranks. Waits for the device the first time, to agree on L, and when other
+        parameters have gradients than the last time. A layer is a number in a
         parameter's name, as in ``layers.7.attention.wq.weight``.
         """
         if not self._layer_of:
@@ -87,11 +90,17 @@ class Gradients:
             if self.world_size > 1:
                 dist.all_reduce(count, op=dist.ReduceOp.MAX)
             self._num_layers = int(count)
-        squares = torch.zeros(self._num_layers + 1, device=device)
+        by_device: dict[torch.device, dict[str, Tensor]] = {}
         for name, parameter in self._named.items():
             if parameter.grad is not None:
-                square = _local_gradient(parameter).float().square().sum().to(device)
-                squares[self._layer_of[name]] += square / self._holders(name, parameter)
+                gradient = _local_gradient(parameter)
+                by_device.setdefault(gradient.device, {})[name] = gradient
+        squares = torch.zeros(self._num_layers + 1, device=device)
+        for where, of_names in by_device.items():
+            in_layer, holders = self._places(where, tuple(of_names), device)
+            norms = torch._foreach_norm([*of_names.values()], 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+            shares = torch.stack(norms).to(device).square() / holders
+            squares += torch.where(in_layer, shares, 0.0).sum(1)
         if self.world_size > 1:
             dist.all_reduce(squares)
         return squares.sqrt()
@@ -103,6 +112,19 @@ class Gradients:
         for device in {g.device for g in gradients}:
             scaled = [g for g in gradients if g.device == device]
             torch._foreach_mul_(scaled, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
+
+    def _places(self, where: torch.device, names: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which of these parameters each layer has, bool ``[L + 1, N]``, and how many ranks hold each, ``[N]``.
+
+        Kept on ``device``, as a copy to it waits for it.
+        """
+        kept = self._placed.get(where)
+        if kept is None or kept[0] != names:
+            layers = torch.tensor([self._layer_of[name] % (self._num_layers + 1) for name in names])
+            in_layer = layers == torch.arange(self._num_layers + 1)[:, None]
+            holders = torch.tensor([self._holders(name, self._named[name]) for name in names])
+            kept = self._placed[where] = (names, in_layer.to(device), holders.to(device))
+        return kept[1:]
 
     def _holders(self, name: str, parameter: nn.Parameter) -> int:
         """How many ranks hold the same elements of this parameter."""
