@@ -116,6 +116,9 @@ class Task(Protocol):
     keywords: Sequence[str] = ()
     """Names in `TaskBatch.keywords` that models of this kind may take."""
 
+    shares_documents: bool = False
+    """Rows of data-parallel ranks can be laid end to end and their documents shared: `context.dynamic`."""
+
     def prepare(self, config: Config, *, quiet: bool = False) -> None:
         """Make what has to be made once, before ranks start: a cache, shards. Must do nothing if it is there.
 

@@ -122,8 +122,23 @@ class ContextConfig:
     ulysses_degree: Annotated[int, Range(0, note="0 chooses")] = 0
     """Ranks that share the heads under usp; 0 takes the degree that sends the fewest bytes."""
 
+    dynamic: bool = False
+    """Share the documents of each micro-batch among all ranks of data and context parallelism, each over as many as its length
+    asks for: long ones over many, short ones on one."""
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis of the ranks that compute on the same rows."""
+        return "loss" if self.dynamic else "cp"
+
     def __post_init__(self) -> None:
         check_values("context", self)
+        for name, value, fits in (("method", self.method, "ring"), ("layout", self.layout, "documents")):
+            if self.dynamic and value not in ("auto", fits):
+                raise ValueError(
+                    f"context.dynamic=true and context.{name}={value!r}: every document has ranks of its own, which "
+                    f"exchange keys by the ring's transfers in the layout 'documents'. Leave context.{name} at 'auto'."
+                )
         if self.ulysses_degree and self.method != "usp":
             raise ValueError(
                 f"context.ulysses_degree={self.ulysses_degree} applies to method 'usp' only, not "

@@ -15,7 +15,7 @@ from titan_train.models.common.mtp import mtp_of
 from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import check_activations
 from titan_train.parallel.compiled import check_backend, check_cudagraphs
-from titan_train.parallel.context import check_context_parallel
+from titan_train.parallel.context_checks import check_context_parallel
 from titan_train.parallel.data_parallel import check_wrapping
 from titan_train.parallel.expert.apply import check_expert_parallel
 from titan_train.parallel.float8 import check_float8
@@ -86,6 +86,11 @@ def check_model(
     _check_layers_dropped(layout, model)
     _check_mtp(config, model)
     check_expert_parallel(model, spec.ep, tp=spec.tp, sequence_parallel=parallel.sequence_parallel)
+    if config.context.dynamic and not task.shares_documents:
+        raise ValueError(
+            f"context.dynamic=true: rows of {type(task).__name__} hold no packed documents that ranks could share. Set "
+            "context.dynamic=false."
+        )
     if "cu_seqlens" in task.keywords:
         check_context_parallel(config, layout, batch, model)
     check_stages(config, layout, batch, model)

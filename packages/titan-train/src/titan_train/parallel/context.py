@@ -7,8 +7,13 @@ notices.
 Packed documents: the rows of a microbatch are laid one after the other into a single row whose document boundaries
 include the ends of rows. Attention never crosses them, so that is the same computation, and every row may have its own
 documents.
+
+Dynamic (``context.dynamic``): that row holds the rows of all data-parallel ranks, and all of them share it. Each document lies on
+as many ranks as its length asks for; each rank still holds as many tokens, in as many micro-batches, so that nothing else
+changes: FSDP gathers and reduces as often, pipelines pass on the same shapes.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,18 +21,15 @@ from typing import Any, cast
 import titan_cp
 import torch
 import torch.distributed as dist
-from titan_mesh import Layout, Mesh
+from titan_mesh import Mesh
 from torch import Tensor, nn
 
-from titan_train.config import Config, ContextConfig
+from titan_train.config import ContextConfig
 from titan_train.data import Batch
-from titan_train.models import CausalAttention, SequenceContext, accepted_inputs
+from titan_train.models import CausalAttention, SequenceContext
 from titan_train.models.common.delta import DeltaRule
 from titan_train.models.common.loss import IGNORE_INDEX
-from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.mtp import AHEAD, look_ahead
-from titan_train.models.traits import traits_of
-from titan_train.parallel.layout.batch import BatchPlan
 
 EMPTY: Mapping[int, titan_cp.AttentionPlan] = {}
 _WINDOWED_LAYOUTS = ("contiguous", "zigzag")
@@ -150,8 +152,12 @@ class ContextParallelism:
         Raises:
             ValueError: Length, heads and method do not fit; the message names the nearest that do.
         """
+        self._size, self._rank = mesh.size(config.axis), mesh.rank_in(config.axis)
+        whole = seq_len
+        if config.dynamic:  # lengths alone place the tokens, whether layers have windows or states
+            config, states = dataclasses.replace(config, method="ring", layout="documents"), False
+            whole = seq_len * self._size
         self._config = config
-        self._size, self._rank = mesh.size("cp"), mesh.rank_in("cp")
         self._heads = heads
         self._dtype = dtype
         self._windows = tuple(window for window in windows if window < seq_len)
@@ -160,14 +166,14 @@ class ContextParallelism:
             self._size,
             self._rank,
             heads,
-            seq_len=seq_len,
+            seq_len=whole,
             dtype=dtype,
-            windowed=bool(self._windows),
+            windowed=bool(self._windows) and not config.dynamic,
             states=states,
         )
         self._states, self._seq_len = states and config.layout == "auto", seq_len
         self._mtp_depth = mtp_depth
-        self._group = mesh.group("cp")
+        self._group = mesh.group(config.axis)
         self._groups: dict[str, dist.ProcessGroup | None] = {"group": self._group}
         if self._whole.method == "usp":
             self._groups = _usp_groups(mesh, self._whole.ulysses_degree)
@@ -336,42 +342,6 @@ def plan_rows(
             ulysses_degree=plan.ulysses_degree, layout="zigzag",
         )  # fmt: skip
     return plan
-
-
-def check_context_parallel(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module) -> None:
-    """Refuse lengths and heads that do not fit, and a model that would not notice that its rows are cut.
-
-    Args:
-        config: The run's configuration.
-        layout: The degrees.
-        batch: How a step is cut.
-        model: A whole model of text.
-
-    Raises:
-        ValueError: Names what does not fit, and what would.
-    """
-    cp, seq_len = layout.spec.cp, config.model.seq_len
-    if cp == 1:
-        return
-    needed = {"positions", "attention_plan"} | ({"cu_seqlens"} if config.data.document_mask else set())
-    missing = sorted(needed - accepted_inputs(model))
-    if missing:
-        raise ValueError(
-            f"parallel.cp={config.parallel.cp}: {type(model).__name__}.forward does not take {', '.join(missing)}. Each rank "
-            "computes on part of a row, so the model must use the positions it is given and pass attention_plan to "
-            "titan_train.models.CausalAttention. Accept these arguments, or set parallel.cp=1."
-        )
-    plan_rows(
-        config.context, cp, 0, Heads.of(model, layout.spec.tp), seq_len=seq_len, dtype=torch.float32,
-        windowed=any(window < seq_len for window in traits_of(model).windows), states=has_states(model),
-    )  # fmt: skip
-    mixed_rows = config.data.document_mask and batch.microbatch > 1
-    if mixed_rows and any(layer.args.balance_loss or layer.args.z_loss for _, layer in moe_layers(model)):
-        raise ValueError(
-            f"parallel.cp={cp}, data.document_mask and train.microbatch={batch.microbatch} with a balance loss or "
-            "z-loss: context parallelism joins the rows of a micro-batch, and both losses are means over one row. Set "
-            "train.microbatch=1."
-        )
 
 
 def has_states(model: nn.Module) -> bool:

@@ -30,6 +30,7 @@ class TextTask(Task):
     """Predict the next token of text."""
 
     keywords = ("positions", "cu_seqlens", "attention_plan")
+    shares_documents = True
 
     def prepare(self, config: Config, *, quiet: bool = False) -> None:
         prepare_inputs(config, quiet=quiet)

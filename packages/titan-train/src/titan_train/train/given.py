@@ -40,7 +40,13 @@ def build_loader(
 ) -> Loader:
     """Microbatches of one rank, of ``steps`` steps or without end; ``ramp`` for training."""
     ramp = ramp or BatchRamp((plan.global_batch,))
+    shared = config.context.dynamic  # all data-parallel ranks read the same rows
     if not hasattr(batches, "build_batch"):
+        if shared:
+            raise ValueError(
+                "context.dynamic=true and data that is this rank's microbatches: all ranks share the documents of a micro-batch, "
+                "so each must be able to read any row. Pass a BatchSource, or set context.dynamic=false."
+            )
         fixed = config.parallel.pp > 1 or config.parallel.cp > 1
         if steps is not None and iter(cast("Iterable[Any]", batches)) is batches:
             raise ValueError(
@@ -55,9 +61,9 @@ def build_loader(
     return DataLoader(
         cast("BatchSource", batches),
         global_batch=ramp,
-        dp_rank=mesh.rank_in("dp") if mesh else 0,
-        dp_size=plan.dp_size,
-        microbatch=plan.microbatch,
+        dp_rank=mesh.rank_in("dp") if mesh and not shared else 0,
+        dp_size=1 if shared else plan.dp_size,
+        microbatch=plan.microbatch * (plan.dp_size if shared else 1),
         prefetch=config.data.prefetch,
         device=device,
         steps=steps,

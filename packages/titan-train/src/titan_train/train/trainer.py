@@ -123,7 +123,9 @@ class Trainer(TrainingLoop):
 
     def _build(self, config: Config, plan: RunPlan, world_size: int) -> None:
         """What trains: data, model, optimizer and step, and the state that they resume from."""
-        self._scope = ReduceScope.of(self.mesh, sequence_parallel=config.parallel.sequence_parallel)
+        self._scope = ReduceScope.of(
+            self.mesh, sequence_parallel=config.parallel.sequence_parallel, shared_over=config.context.axis
+        )
         if self._data is None:
             self._inputs: TaskInputs = self.task.open(config)
         else:
@@ -239,7 +241,7 @@ class Trainer(TrainingLoop):
             num_layers=max(numbers) + 1 + self.model.mtp_depth,
             device=self.device,
             tokens=mesh.group("loss") if mesh is not None and mesh.size("loss") > 1 else None,
-            context=mesh.group("cp") if mesh is not None and self.config.parallel.cp > 1 else None,
+            context=mesh.group(self.config.context.axis) if mesh is not None and self.config.parallel.cp > 1 else None,
             every_rank=world_size > 1,
         )
 
