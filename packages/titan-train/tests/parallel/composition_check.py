@@ -46,14 +46,14 @@ def compare(single, ranks):
     )
 
 
-def failures(errors, *, float8, wide=1):
-    """Names of the errors above their tolerance, times ``wide``."""
+def failures(errors, *, float8):
+    """Names of the errors above their tolerance."""
     limits = (
         {"first_loss": 5e-3, "last_loss": 3e-2, "validation": 3e-2, "norm": 2e-2, "gradient": 0.2}
         if float8
         else {"first_loss": 2e-6, "last_loss": 2e-5, "validation": 2e-5, "norm": 2e-6, "gradient": 4e-6}
     )
-    over = [name for name, limit in limits.items() if not getattr(errors, name) <= limit * wide]
+    over = [name for name, limit in limits.items() if not getattr(errors, name) <= limit]
     return over + ([] if errors.ranks_agree else ["ranks_agree"])
 
 

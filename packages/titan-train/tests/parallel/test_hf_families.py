@@ -1,5 +1,7 @@
 """Planned families of 2026: sinks, layers with a state, stacked experts. Several in one start of ranks, each as one process."""
 
+from dataclasses import replace
+
 import hf_runs
 import pytest
 from composition_check import failures
@@ -86,9 +88,11 @@ def test_a_family_of_2026_trains_as_in_one_process(folder, single, layout, kinds
     wrong = {}
     for number, (kind, reference) in enumerate(zip(kinds, single(kinds, settings), strict=True)):
         errors, weights = hf_runs.errors(reference, [of_rank[number] for of_rank in results])
-        # gradients within 2e-5: a state is a float32 sum over a document, in chunks that differ; gemma 4 scales no scores down
-        wide = 5 if kind in (*HYBRID, "gemma4_text") else 1
-        over = failures(errors, float8=False, wide=wide)
-        if over or weights > 4e-6 * wide:  # four steps of SGD at 0.1 from gradients that differ by 4e-6
+        if kind in (*HYBRID, "gemma4_text"):
+            # gradients within 2e-5: a state is a float32 sum over a document, in chunks that differ under cp, and what it
+            # forgets (A_log) the small rest of large terms; gemma 4 scales no scores down
+            errors = replace(errors, gradient=errors.gradient / 5)
+        over = failures(errors, float8=False)
+        if over or weights > 4e-6:  # four steps of SGD at 0.1 from gradients that differ by 4e-6
             wrong[kind] = over, errors, weights
     assert not wrong
