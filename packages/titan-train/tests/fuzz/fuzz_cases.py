@@ -87,6 +87,7 @@ def _case(rng: random.Random, seed: int) -> Case:
     if not _allowed(common, {"parallel": {}, "train": {"microbatch": 1}, "activations": {}}, 1):
         return _case(rng, seed)  # a family that no layout can train like this, such as one whose packed documents leak
     recipe, common = _recipe(random.Random(f"recipe {seed}"), common, launcher)
+    ahead, common = _ahead(random.Random(f"ahead {seed}"), common, family)
     common["optimizer"] |= _tables(rng, common)
     count = 1 if launcher != "group" or family == "dropping" else rng.choice((1, 1, 1, 2, 2, 3))
     resume = count > 1 and rng.random() < 0.6
@@ -105,7 +106,7 @@ def _case(rng: random.Random, seed: int) -> Case:
     case.tags = {tag for layout in case.layouts for tag in _tags(common, layout, ranks)}
     case.tags |= {family, launcher} | ({"several trainers"} if count > 1 and not resume else set())
     case.tags |= {"resume"} if resume else set()
-    case.tags |= recipe
+    case.tags |= recipe | ahead
     case.tags |= {table for table in ("lr_scales", "weight_decays", "frozen_steps") if table in common["optimizer"]}
     return case
 
@@ -190,6 +191,16 @@ def _recipe(rng: random.Random, common: dict, launcher: str) -> tuple[set[str], 
         if _allowed(trial, {"parallel": {}, "train": {"microbatch": 1}, "activations": {}}, 1):
             found, common = found | {name}, trial
     return found, common
+
+
+def _ahead(rng: random.Random, common: dict, family: str) -> tuple[set[str], dict]:
+    """Modules that predict tokens further ahead over a case, from a generator of its own; other pieces stay as they are drawn."""
+    if family not in ("llama", "qwen3", "deepseek") or rng.random() >= 0.3:
+        return set(), common
+    args = common["model"]["args"] | {"mtp_depth": rng.choice((1, 1, 2))}
+    trial = sections(common, {"model": {"args": args}, "mtp": {"late_from": rng.choice((0.5, 1.0))}})
+    taken = _allowed(trial, {"parallel": {}, "train": {"microbatch": 1}, "activations": {}}, 1)
+    return ({"mtp"}, trial) if taken else (set(), common)
 
 
 def _tables(rng: random.Random, common: dict) -> dict:

@@ -16,7 +16,7 @@ MUST_COVER = {
     "group", "local", "torchrun", "full", "every", "pattern", "selective", "sharded", "unsharded", "zero1",
     "ring", "allgather", "ulysses", "usp", "1 ranks", "2 ranks", "3 ranks", "4 ranks", "6 ranks", "resume", "hf", "unplanned",
     "dropping", "lr_scales", "weight_decays", "frozen_steps", "tied x tp x pp", "muon", "normuon",
-    "schedule_free", "qk_clip", "ema", "ramp", "mup",
+    "schedule_free", "qk_clip", "ema", "ramp", "mup", "mtp",
 }  # fmt: skip
 
 
