@@ -1,15 +1,16 @@
 """Muon on the parts of matrices that this rank holds, and AdamW on everything else.
 
-A step: AdamW's groups; then the momentum of each matrix where its weight is; then, bucket by bucket, the momentum's pieces to the
-matrix's owner, the update there, and its pieces back (`titan_train.optim.ownership` says who owns what). While one bucket is
-computed the next one travels. The owner computes what one process would, from the same numbers: results do not depend on the
-layout but for the rounding of the gradients.
+A step: the momentum of each matrix where its weight is; then, bucket by bucket, the momentum's pieces to the matrix's owner, the
+update there, and its pieces back (`titan_train.optim.ownership` says who owns what). While one bucket is computed the next one
+travels; AdamW's groups are updated beside the first message and the last. The owner computes what one process would, from the
+same numbers: results do not depend on the layout but for the rounding of the gradients.
 
 Limits: the update needs the gradient's norm, for clipping, so that none of it can begin during backward. Gradients are used up:
 with Nesterov's momentum their memory holds the mean that is orthogonalized.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,13 +78,17 @@ class Muon(torch.optim.Optimizer):
         """One update of every parameter that has a gradient. Collective over the group."""
         loss = closure_loss(closure)
         settings: dict[nn.Parameter, dict[str, Any]] = {}
+        others: list[dict[str, Any]] = []
         for param_group in self.param_groups:
             if param_group["kind"] == "adamw":
-                update_group(self, param_group)
+                others.append(param_group)
             else:
                 settings |= dict.fromkeys(param_group["params"], param_group)
-        if self._matrices:
-            self._update_matrices([settings[matrix.parameter] for matrix in self._matrices])
+        # what hides the first message up and the last one down, beside which no bucket is computed
+        updates = (functools.partial(update_group, self, param_group) for param_group in others)
+        self._update_matrices([settings[matrix.parameter] for matrix in self._matrices], updates)
+        for update in updates:
+            update()
         return loss
 
     @property
@@ -104,7 +109,8 @@ class Muon(torch.optim.Optimizer):
             state["muon_row_mean"] = _zeros(parameter, row_mean=True)
         return state
 
-    def _update_matrices(self, settings: Sequence[Mapping[str, Any]]) -> None:
+    def _update_matrices(self, settings: Sequence[Mapping[str, Any]], others: Iterator[Callable[[], None]]) -> None:
+        """All matrices that have a gradient; ``others`` are updates that one can be taken of while a message travels."""
         active = tuple(matrix.parameter.grad is not None for matrix in self._matrices)
         if not any(active):
             return
@@ -126,6 +132,8 @@ class Muon(torch.optim.Optimizer):
             device=self._device or self._matrices[0].parameter.device,
         )
         arrive = buckets[0].send_up(work) if buckets else None
+        if buckets:
+            next(others, _nothing)()
         for units in own:
             work.compute(units, lambda piece: None, lambda piece, update, means: None)
         finish: Callable[[], None] | None = None
@@ -138,6 +146,8 @@ class Muon(torch.optim.Optimizer):
                 finish()
             arrive, finish = next_arrive, next_finish
         if finish is not None:
+            for update in others:
+                update()
             finish()
 
     def _planned(self, active: tuple[bool, ...]) -> "tuple[OwnershipPlan, list[list[OwnedUnit]], list[MuonBucket]]":
@@ -156,6 +166,10 @@ class Muon(torch.optim.Optimizer):
             ]
             self._plans[active] = plan, own, buckets
         return self._plans[active]
+
+
+def _nothing() -> None:
+    """No update is left."""
 
 
 def _places(matrix: MuonMatrix) -> list[tuple[Box, tuple[int, int, int]]]:
