@@ -1,22 +1,27 @@
 """The planner's memory against that of `titan-train check` and of a dry run, and compiled blocks against torch's partitioner."""
 
 import dataclasses
+from itertools import accumulate
 
 import pytest
 import torch
+from titan_fsdp.planning.timeline import _Recorder
 from titan_train.config import load_config
 from titan_train.models import build_model
+from titan_train.models.shape import ModelShape
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
+from titan_train.parallel.head_loss import linear_cross_entropy_sum
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import table_for
 from titan_train.planner.memory.kept import block_bytes, tokens_of
-from titan_train.planner.memory.peak import memory_peak
+from titan_train.planner.memory.peak import chunked_loss, memory_peak
 from titan_train.planner.memory.ranks import estimate_ranks, pretended_group
 from titan_train.planner.setup import Setup
-from titan_train.planner.shapes import shape_of_config
+from titan_train.planner.shapes import find_shape, shape_of_config
 from titan_train.planner.translate import setup_of_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 CASES = {
     "llama, one device": ("llama3_1b", 1, {}),
@@ -43,6 +48,9 @@ CASES = {
 RECOMPUTED = {
     "llama, selective": ("llama3_8b", 8, {"activations.checkpoint": "selective"}),
     "llama, full": ("llama3_8b", 8, {"activations.checkpoint": "full", "train.microbatch": 2}),
+    "llama, tied": ("llama3_1b", 1, {"activations.checkpoint": "full", "model.seq_len": 2048}),
+    "llama, tied, shards": ("llama3_1b", 8, {"activations.checkpoint": "full", "model.seq_len": 1024}),
+    "llama, tied, on the host": ("llama3_1b", 2, {"activations.checkpoint": "full", "parallel.offload": "cpu"}),
     "qwen3, selective": ("qwen3_30b_a3b", 8, {"activations.checkpoint": "selective"}),
     "deepseek, selective": ("deepseek_v2_lite", 8, {"activations.checkpoint": "selective"}),
     "deepseek, full": ("deepseek_v2_lite", 8, {"activations.checkpoint": "full", "parallel.ep": 8}),
@@ -90,6 +98,35 @@ def compare(case: tuple, *, closed_form: bool) -> None:
     assert peak.allocated == pytest.approx(max(rank.peak for rank in ranks), rel=0.05)
     for rank in ranks:
         assert sum(rank.memory.parts.values()) == pytest.approx(rank.peak, abs=1)
+
+
+def test_a_tied_embedding_is_reduced_when_activations_are_gone():
+    """Where states leave little room: its whole gradient, the reduction's input, and a new shard beside the earlier one."""
+    settings = {"activations.checkpoint": "full", "model.seq_len": 256, "train.fused_loss": "false"}
+    peak, (rank,) = both(("llama3_1b", 1, settings), closed_form=True)
+    one = 128_256 * 2048
+    assert peak.parts["gathered"] == pytest.approx((2 + 4 + 4) * one, rel=1e-3) == rank.memory.parts["gathered"]
+    assert peak.instant == "the end of backward" == rank.memory.instant
+    assert "activations" not in peak.parts
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dim", "tokens"), [(128_256, 2048, 4096), (128_256, 4096, 8192), (32_000, 4096, 1024)]
+)
+def test_a_chunked_loss_allocates_on_a_gpu_what_the_planner_says(vocab, dim, tokens):
+    """Every allocation of the head's forward, on fake tensors of a GPU."""
+    with FakeTensorMode():
+        hidden, weight = (
+            torch.empty(rows, dim, dtype=torch.bfloat16, device="cuda", requires_grad=True) for rows in (tokens, vocab)
+        )
+        recorder = _Recorder([hidden, weight])
+        with recorder:
+            linear_cross_entropy_sum(hidden, weight, torch.zeros(tokens, dtype=torch.int64, device="cuda"))
+    sizes = (event.size for event in recorder.take(outliving="activations"))
+    block = find_shape("llama3_8b").blocks[0]
+    shape = ModelShape("head", dim=dim, vocab=vocab, blocks=(block,))
+    said = chunked_loss(shape, Setup(seq_len=tokens, global_batch=1, loss="chunked"))
+    assert sum(said.values()) + 2 * tokens * dim == pytest.approx(max(accumulate(sizes)), rel=0.01)
 
 
 @pytest.mark.parametrize(("closed_form", "tokens"), [(True, 131072), (False, 4096)])

@@ -45,6 +45,8 @@ class Estimate:
     """Saved for backward, all units; 0 without inputs."""
     peak: int
     """Most bytes in forward or backward, from the second step on."""
+    peak_before_end: int
+    """Most bytes until the first unit's backward; from then on nothing that other units saved for backward is left."""
     collectives: Collectives | None
     """Of one step; None where torch decides."""
 
@@ -73,7 +75,7 @@ def estimate_step(
     if plan.policy.offload is not None:
         base = plan.buffer_bytes  # the shards, their gradients and the optimizer state are in host memory
     forward, gathered = _forward_peak(plan, saved)
-    backward = _backward_peak(plan, saved, largest, microbatches, keep)
+    backward, at_end = _backward_peak(plan, saved, largest, microbatches, keep)
     return Estimate(
         params=params,
         grads=grads,
@@ -81,7 +83,8 @@ def estimate_step(
         buffers=plan.buffer_bytes,
         gathered=gathered,
         activations=saved[-1] if saved else 0,
-        peak=base + max(forward, backward),
+        peak=base + max(forward, backward, at_end),
+        peak_before_end=base + max(forward, backward),
         collectives=planned_collectives(plan, microbatches, keep),
     )
 
@@ -197,17 +200,21 @@ def _forward_peak(plan: PlanData, saved: list[int]) -> tuple[int, int]:
     return max(peak, kept + previous + saved[-1]), gathered
 
 
-def _backward_peak(plan: PlanData, saved: list[int], largest: list[int], microbatches: int, keep: Accumulate) -> int:
+def _backward_peak(
+    plan: PlanData, saved: list[int], largest: list[int], microbatches: int, keep: Accumulate
+) -> tuple[int, int]:
+    """Most bytes until the first unit's backward, and from then on."""
     units = plan.units[:-1]
     root = plan.units[-1]
     # The root's parameters and full gradients live from the start of backward to its end.
     kept = root.gather_bytes + full_grads(root) + sum(kept_gathered(u) for u in units)
     # Gradients of earlier microbatches. Sharded ones take this microbatch's in; whole ones go as they are reduced.
     whole = keep in ("unsharded", "zero1")
-    earlier = _accumulated_grads if whole else _sharded_grads
+    staying = _no_grads if plan.policy.offload is not None else _sharded_grads
+    earlier = _accumulated_grads if whole else staying
     accumulated = sum(earlier(u) for u in plan.units) if microbatches > 1 else 0
     in_flight: deque[int] = deque(maxlen=plan.policy.comm.reduce_scatter_buffers)  # inputs of reductions
-    done, peak = accumulated, accumulated + kept + saved[-1] + 2 * largest[-1]
+    done, peak, last = accumulated, accumulated + kept + saved[-1] + 2 * largest[-1], 0
     for i in range(len(units) - 1, -1, -1):
         unit = units[i]
         kept -= kept_gathered(unit)
@@ -221,11 +228,12 @@ def _backward_peak(plan: PlanData, saved: list[int], largest: list[int], microba
         reducing = sum(in_flight)
         reduce += _waited_for(in_flight)
         # A microbatch before the last, which reduces nothing if gradients are kept whole; then the last.
-        peak = max(peak, accumulated + compute, done + compute + reducing, done + reduce)
-        done += _sharded_grads(unit) - (earlier(unit) if accumulated else 0)
+        most = max(accumulated + compute, done + compute + reducing, done + reduce)
+        peak, last = (max(peak, most), 0) if i else (peak, most)
+        done += staying(unit) - (earlier(unit) if accumulated else 0)
         in_flight.append(own)
     own = root.reduce_numel * root.reduce_dtype.itemsize
-    return max(peak, done + full_grads(root) + own + _sharded_grads(root) + _waited_for(in_flight))
+    return peak, max(last, done + full_grads(root) + own + _sharded_grads(root) + _waited_for(in_flight))
 
 
 def _waited_for(in_flight: deque[int]) -> int:
@@ -244,3 +252,8 @@ def _accumulated_grads(unit: PlannedUnit) -> int:
 
 def _sharded_grads(unit: PlannedUnit) -> int:
     return _local(unit, unit.shard_numel(trainable_only=True))
+
+
+def _no_grads(_: PlannedUnit) -> int:
+    """Of shards that the host keeps."""
+    return 0

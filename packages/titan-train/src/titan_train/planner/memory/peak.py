@@ -5,6 +5,7 @@ Instants are compared on the first pipeline rank (most microbatches in flight) a
 
 - backward of a block: states, kept activations, and one block's gathered parameters, gradients and recomputed values;
 - loss: states, kept activations, logits with their gradient, the gathered head;
+- end of backward: states, and the embedding's reduction, which is the largest where embedding and head are one weight;
 
 Megatron-style stacks (zero1) add a bf16 dummy gradient for one block, which TransformerEngine never frees.
 """
@@ -21,6 +22,7 @@ from titan_train.planner.memory.kept import kept_bytes, working_bytes
 from titan_train.planner.memory.states import (
     dummy_gradient_bytes,
     gathered_block_bytes,
+    gathered_end_bytes,
     gathered_head_bytes,
     state_bytes,
 )
@@ -30,7 +32,9 @@ _GIB = 2.0**30
 WORKSPACE = 1.0 * _GIB
 """Bytes of communicators and cuBLAS on a GPU."""
 # bytes per logit at the loss: copies in bf16 and float32, log-softmax, gradient
-_LOSS_BYTES = {"eager": 14.0, "compiled": 6.0, "fused": 4.0, "chunked": 1.0}
+_LOSS_BYTES = {"eager": 14.0, "compiled": 6.0, "fused": 4.0}
+_CHUNK_LOGITS = 2**28
+"""Logits that the chunked loss holds at once on a GPU (`titan_train.parallel.head_loss`)."""
 
 
 PARTS = {
@@ -45,7 +49,7 @@ PARTS = {
     "tp buffers": "gathered inputs and partial sums of tensor parallelism",
     "messages": "received and sent between stages",
     "dummy gradients": "gradients of one block that TransformerEngine never frees",
-    "head gradient": "gradient of the head's weight",
+    "head gradient": "gradient of the head's weight, until it is added to the others",
     "workspace": "communicators and libraries, on a GPU",
 }
 
@@ -137,7 +141,8 @@ def rank_peak(
         first: The rank has the embedding.
         head: It has the head and the loss.
         share: Its part of the blocks; 0 takes an even one.
-        counted: Bytes of the states, ``gathered`` (in backward) and ``activations`` that were counted on the model.
+        counted: Bytes of the states, ``gathered`` (in backward), ``gathered at end`` (of it) and ``activations`` that were counted
+            on the model.
     """
     tokens, tp, fsdp = setup.tokens, setup.tp, setup.sharding != "zero1"
     parts = dict(state_bytes(shape, setup, first=first or not setup.head_on_first_rank, share=share))
@@ -146,7 +151,7 @@ def rank_peak(
         kept = kept_bytes(shape, setup) * (share or 1 / setup.pp) * in_flight(setup, first=first)
         parts["activations"] = kept
     else:
-        parts |= {name: size for name, size in counted.items() if name != "gathered"}
+        parts |= {name: size for name, size in counted.items() if not name.startswith("gathered")}
     stay = 0.0 if setup.te else min(1.0, 2 * setup.pp / shape.num_layers)  # two blocks: the last, and one on its way
     parts["activations"] *= 1 - setup.offload_activations * (1 - stay)
     if tp > 1:
@@ -157,27 +162,50 @@ def rank_peak(
     parts["workspace"] = WORKSPACE if fsdp else 0.2 * _GIB
     backward = {"block working set": working_bytes(shape, setup)}
     loss: dict[str, float] = {}
+    end: dict[str, float] = {}
     if not fsdp:
         parts["dummy gradients"] = dummy_gradient_bytes(shape, setup) if setup.te else 0.0
         loss["head gradient"] = 2.0 * shape.head_parameters / tp
     else:
-        at_head = gathered_head_bytes(shape, setup) if setup.pp == 1 else 0.0
-        block = gathered_block_bytes(shape, setup) if setup.pp == 1 else 0.0
+        alone = setup.pp == 1
+        at_head = gathered_head_bytes(shape, setup) if alone else 0.0
+        block = gathered_block_bytes(shape, setup) if alone else 0.0
         backward["gathered"] = throughout + block if counted is None else counted["gathered"]
-        loss["gathered"] = throughout + at_head if counted is None or setup.pp == 1 else counted["gathered"]
+        loss["gathered"] = throughout + at_head if counted is None or alone else counted["gathered"]
+        if counted is not None:
+            end["gathered"] = counted.get("gathered at end", 0.0)
+        elif alone and setup.sharding == "fsdp":
+            end["gathered"] = gathered_end_bytes(shape, setup)
     if shape.vocab and head:
-        per_logit = _LOSS_BYTES[setup.loss] if setup.loss != "eager" or tp == 1 else 20.0
-        if counted is not None and setup.loss != "chunked":
-            per_logit -= 4.0  # saved for backward, and counted there
-        loss["logits"] = per_logit * tokens * shape.vocab / tp * (1 + shape.mtp)
+        if setup.loss == "chunked":
+            loss |= chunked_loss(shape, setup)
+        else:
+            per_logit = _LOSS_BYTES[setup.loss] if setup.loss != "eager" or tp == 1 else 20.0
+            if counted is not None:
+                per_logit -= 4.0  # saved for backward, and counted there
+            loss["logits"] = per_logit * tokens * shape.vocab / tp * (1 + shape.mtp)
         loss["head input"] = 2 * 2.0 * tokens * shape.dim if fsdp else 0.0
     else:
         loss = {}
-    at_loss = sum(loss.values()) > sum(backward.values())
-    parts |= loss if at_loss else backward
+    end["activations"] = -parts["activations"]
+    instants = {"the loss's backward": loss, "backward of a block": backward, "the end of backward": end}
+    instant, most = max(instants.items(), key=lambda at: sum(at[1].values()))
+    parts |= most
+    parts["activations"] = max(0.0, parts["activations"])
     allocated = sum(parts.values())
     fragments = 1.01 if fsdp else 1.04
     where = "first" if first else "last" if head else "fullest inner"
     rank = f" on the {where} pipeline rank" if setup.pp > 1 else ""
-    instant = ("the loss's backward" if at_loss else "backward of a block") + rank
-    return MemoryPeak({k: v for k, v in parts.items() if v}, instant, allocated * fragments)
+    return MemoryPeak({k: v for k, v in parts.items() if v}, instant + rank, allocated * fragments)
+
+
+def chunked_loss(shape: ModelShape, setup: Setup) -> dict[str, float]:
+    """Bytes of the loss that is computed a chunk of tokens at a time, on a GPU: the logits of one chunk, and the gradient of the
+    head's weight in float32, with a chunk's product beside it.
+    """
+    vocab = shape.vocab / setup.tp
+    rows = min(setup.tokens, max(64, 1 << max(0, int(_CHUNK_LOGITS / vocab).bit_length() - 1)))
+    weight = 4.0 * shape.head_parameters / setup.tp
+    # softmax has the logits beside it in bf16 and float32; the product has probabilities, their copy in bf16, and its own result
+    logits = max(10.0 * rows * vocab, 6.0 * rows * vocab + weight)
+    return {"logits": logits, "head gradient": (1 + shape.mtp) * weight}

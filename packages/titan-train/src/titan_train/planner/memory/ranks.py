@@ -207,14 +207,22 @@ class RankProgram:
             "activations": float(activations),
         }
         states = sum(h.params + h.grads + h.optimizer for h in held) * (not on_host)
-        counted["gathered"] = max(0.0, float(sum(h.peak for h in held) - states))
+        gathered, at_end = (
+            max(0.0, float(sum(size) - states)) for size in ([h.peak_before_end for h in held], [h.peak for h in held])
+        )
+        if self.layout.spec.pp > 1:  # units stay gathered
+            gathered = at_end
         if self.mode == "none":  # no wrapper gathers anything, and gradients are added in place
-            counted["gathered"] = 0.0
+            gathered = at_end = 0.0
         if self._is_known():
+            counted |= {"gathered": gathered, "gathered at end": at_end}
             memory = rank_peak(self._shape(), self._setup(), first=first, head=head, counted=counted)
         else:
-            parts = counted | {"workspace": WORKSPACE}
-            memory = MemoryPeak(parts, "backward of a block", 1.01 * sum(parts.values()))
+            ends = at_end > gathered + activations
+            parts = counted | {"workspace": WORKSPACE, "gathered": at_end if ends else gathered}
+            parts["activations"] *= not ends
+            instant = "the end of backward" if ends else "backward of a block"
+            memory = MemoryPeak(parts, instant, 1.01 * sum(parts.values()))
         return RankEstimate(
             pipeline_rank, sum(s.num_parameters for s in stages), activations, memory, stages[0].left_out
         )

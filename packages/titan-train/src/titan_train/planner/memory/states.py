@@ -69,7 +69,8 @@ def gathered_block_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes of parameters and whole gradients around one block's backward, the largest block, sharded data parallelism.
 
     At one time: the unit's gathered parameters, the buffer of the unit that is gathered next, the unit's gradients, and
-    the previous unit's input to its reduction. Routed experts on an axis of their own are a unit of their own.
+    the previous unit's input to its reduction. Routed experts on an axis of their own are a unit of their own. A tied embedding is
+    no unit: gathered once for embedding and head, it stays, with the head's gradient, until backward ends.
     """
     reduced = float(setup.grad_bytes)
     ahead = 2.0 if setup.reshard and setup.dp_shard * setup.cp > 1 else 0.0
@@ -79,18 +80,32 @@ def gathered_block_bytes(shape: ModelShape, setup: Setup) -> float:
         return own * unit + ahead * unit + reduced * before
 
     head, worst = shape.head_parameters / setup.tp, 0.0
+    throughout, head_before = (own * head, 0.0) if shape.tied else (0.0, head)
     for _, dense, experts in shape.block_sizes:
         here, there = dense / setup.tp, experts / setup.ep
         if setup.ep > 1 and there:
             worst = max(worst, around(here, there), around(there, here))
         else:
-            worst = max(worst, around(here + there, max(here + there, head)))
-    return worst
+            worst = max(worst, around(here + there, max(here + there, head_before)))
+    return throughout + worst
 
 
 def gathered_head_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Bytes of the last unit, norm and head, around the loss: its parameters and gradients."""
-    return (4.0 if setup.reshard else 2.0) * shape.head_parameters / setup.tp
+    """Bytes of the head's weight around the loss: gathered, and its gradient or, of a chunked loss, the flat buffer of its unit."""
+    own = 2.0 if setup.reshard else 0.0
+    buffer = 0.0 if shape.tied or setup.dp_shard * setup.cp == 1 else 2.0
+    return (own + (buffer if setup.loss == "chunked" else 2.0)) * shape.head_parameters / setup.tp
+
+
+def gathered_end_bytes(shape: ModelShape, setup: Setup) -> float:
+    """Bytes of the embedding's reduction, the last of backward: its whole gradient, the reduction's input, and a new shard beside
+    that of earlier microbatches.
+    """
+    shards = setup.dp_shard * setup.cp
+    reduction = 2.0 + setup.grad_bytes + 4.0 / shards
+    before = 0.0 if shape.tied else max(dense / setup.tp for _, dense, _ in shape.block_sizes)
+    compute = (4.0 if setup.reshard else 2.0) * shape.head_parameters / setup.tp + setup.grad_bytes * before
+    return max(reduction * shape.head_parameters / setup.tp, compute)
 
 
 def dummy_gradient_bytes(shape: ModelShape, setup: Setup) -> float:
