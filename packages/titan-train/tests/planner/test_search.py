@@ -6,15 +6,17 @@ from dataclasses import replace
 from importlib import resources
 
 import pytest
+import torch
 from titan_pipeline import FAMILIES, build_schedule, simulate, verify
 from titan_train.config import load_config
+from titan_train.optim.compact_adamw import CompactAdamW
 from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.cost.constants import prior
 from titan_train.planner.cost.links import gather_seconds, reduce_seconds, span
 from titan_train.planner.cost.products import rates
 from titan_train.planner.cost.schedules import SEARCHED, schedule_cost, schedules_for
-from titan_train.planner.cost.step import rank_parameters
+from titan_train.planner.cost.step import STATES_PASSES, rank_parameters
 from titan_train.planner.memory.peak import in_flight, memory_peak
 from titan_train.planner.search.refuse import refuse_search, refuse_setup
 from titan_train.planner.search.search import outside, search
@@ -22,6 +24,8 @@ from titan_train.planner.search.space import PlanRequest, degrees
 from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import config_toml, setup_of_config
 from titan_train.planner.view.tables import ranking_text
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def request(model: str, gpus: int, seq_len: int, batch: int, machine: str = "h100", **rest: object) -> PlanRequest:
@@ -159,7 +163,7 @@ def test_what_cannot_fit_is_refused_with_the_term_and_the_smallest_change() -> N
     assert not ranking.best
     text = refuse_search(asked, ranking.closest)
     assert "Largest use: optimizer" in text
-    assert "Smallest number of devices that fits: 128." in text
+    assert "Smallest number of devices that fits: 128, or 64 with optimizer.states = 'int8'." in text
 
 
 def test_a_batch_that_no_layout_shares_evenly_is_refused_with_the_nearest() -> None:
@@ -334,3 +338,54 @@ def test_an_eager_plan_of_long_sequences_moves_activations_to_the_host_instead_o
     config = load_config(str(file))
     assert config.activations.offload
     assert setup_of_config(config, 1).offload_activations == 1.0
+
+
+def test_small_optimizer_states_have_lists_of_their_own_and_are_first_only_where_nothing_else_fits(tmp_path) -> None:
+    ranking = search(request("llama3_1b", 1, 2048, 64, "rtx4090"))
+    assert not any(e.setup.states == "fp32" for e in ranking.best)
+    assert "Nothing fits with AdamW's states in float32" in ranking_text(ranking)
+    file = tmp_path / "plan.toml"
+    file.write_text(config_toml("llama3_1b", ranking.best[0].setup, nproc=1))
+    config = load_config(str(file))
+    assert config.optimizer.states == ranking.best[0].setup.states
+    assert setup_of_config(config, 1) == ranking.best[0].setup
+
+    ranking = search(request("llama3_8b", 8, 8192, 64, max_memory_gib=40.0))
+    assert {e.setup.states for e in ranking.best} == {"fp32"}
+    small = ranking.kinds["optimizer states in int8"][0]
+    assert memory_peak(small.shape, small.setup).allocated == pytest.approx(small.memory.allocated)
+    assert small.memory.allocated_gib <= 40.0
+    gained = 1 - small.time.total / ranking.best[0].time.total
+    said = f"optimizer.states = 'int8' buys {gained:.1%} of the time"
+    assert said in ranking_text(ranking) if gained > 0 else "buys no time here" in ranking_text(ranking)
+    assert (
+        search(replace(ranking.request, states=("fp32",)))
+        .kinds.keys()
+        .isdisjoint({"optimizer states in int8", "optimizer states in bf16"})
+    )
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+def test_an_update_with_small_states_moves_the_bytes_that_the_planner_counts(states: str) -> None:
+    """Each operator reads its arguments and writes its results; views move nothing."""
+    moved = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal moved
+            out = func(*args, **(kwargs or {}))
+            given, made = (
+                {id(t): t for t in tree_leaves(x) if isinstance(t, torch.Tensor)} for x in ((args, kwargs), out)
+            )
+            where = {t.untyped_storage()._cdata for t in given.values()}
+            if func._schema.is_mutable or not any(t.untyped_storage()._cdata in where for t in made.values()):
+                moved += sum(t.nbytes for t in (*given.values(), *made.values()))
+            return out
+
+    weight = torch.nn.Parameter(torch.randn(256, 2048))
+    weight.grad = torch.randn(256, 2048)
+    group = {"params": [weight], "param_names": ["w"]}
+    optimizer = CompactAdamW([group], states=states, names={}, shards={})  # type: ignore[arg-type]
+    with Count():
+        optimizer.step()
+    assert moved / weight.numel() == pytest.approx(STATES_PASSES[states], rel=0.05)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, cast, get_args
 from titan_train.cli.parser import integer, number
 
 if TYPE_CHECKING:
+    from titan_train.config import Config
     from titan_train.planner.search.search import Ranking
     from titan_train.planner.search.space import PlanRequest
-    from titan_train.planner.setup import Setup
+    from titan_train.planner.setup import Setup, States
 
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -35,6 +36,9 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument("--global-batch", type=integer(1), required=True, help="sequences in one optimizer step")
     parser.add_argument(
         "--precision", action="append", help="bf16, tensorwise, rowwise, blockwise, mxfp8; may be repeated"
+    )
+    parser.add_argument(
+        "--states", action="append", choices=("fp32", "bf16", "int8"), help="of AdamW's means; may be repeated"
     )
     parser.add_argument(
         "--stack", default="compile", choices=("compile", "eager", "te", "te_graphs", "te_full"), help="software"
@@ -166,6 +170,14 @@ def configuration_of(model: str) -> str:
     return model if model in list_configs() and model not in list_models() else ""
 
 
+def formats_of_states(arguments: argparse.Namespace, config: "Config | None") -> "tuple[States, ...]":
+    """Those that are asked for, the first for the list; else all that AdamW on torch has. Other optimizers have one."""
+    if arguments.states:
+        return tuple(arguments.states)
+    adamw = config is None or config.optimizer.name == "adamw"
+    return ("fp32", "bf16", "int8") if adamw and not arguments.stack.startswith("te") else ("fp32",)
+
+
 def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     """The search that the words ask for."""
     from titan_train.config import list_configs, load_config
@@ -210,6 +222,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
         global_batch=arguments.global_batch,
         stack=arguments.stack,
         precisions=cast(tuple[Precision, ...], tuple(arguments.precision or default)),
+        states=formats_of_states(arguments, config),
         fixed=fixed,
         max_memory_gib=arguments.max_mem,
         weight_bytes=4.0 if config is None else config.optimizer.weight_bytes,

@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 from titan_train.config.patterns import check_patterns
 from titan_train.values import Range, check_values
 
+ADAMW_STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128}
+"""Bytes of AdamW's two running means for each parameter, by ``optimizer.states``."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonConfig:
@@ -118,7 +121,7 @@ class OptimizerConfig:
 
         NorMuon's row means, 4 bytes a row, are left out: a row has thousands of elements.
         """
-        adamw = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128}[self.states]
+        adamw = ADAMW_STATE_BYTES[self.states]
         other = {"sgd": 4.0 if self.beta1 > 0 else 0.0}.get(self.name, adamw)
         return (4.0 if self.name == "muon" else other), other
 

@@ -60,6 +60,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         offload_optimizer=1.0 if p.offload != "none" else 0.0,
         state_bytes=config.state_bytes,
         weight_bytes=config.optimizer.weight_bytes,
+        states=config.optimizer.states,
         grad_bytes=4 if p.reduce_dtype == "fp32" else 2,
     )
 
@@ -133,6 +134,8 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         lines.append("offload = true")
     if s.float8:
         lines += ["", "[float8]", f'recipe = "{s.precision}"']
+    if s.states != "fp32":
+        lines += ["", "[optimizer]", f'states = "{s.states}"']
     lines += ["", "[compile]", f"enabled = {str(s.stack == 'compile').lower()}"]
     lines += ["", "[launch]", f"nproc = {min(nproc, s.world_size)}", f"nnodes = {max(1, s.world_size // nproc)}"]
     return "\n".join(lines) + "\n"

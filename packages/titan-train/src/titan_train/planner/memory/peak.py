@@ -141,8 +141,8 @@ def rank_peak(
         first: The rank has the embedding.
         head: It has the head and the loss.
         share: Its part of the blocks; 0 takes an even one.
-        counted: Bytes of the states, ``gathered`` (in backward), ``gathered at end`` (of it) and ``activations`` that were counted
-            on the model.
+        counted: Bytes of the states, ``gathered`` (in backward), ``gathered at end`` (of it) and ``activations``, counted on the
+            model.
     """
     tokens, tp, fsdp = setup.tokens, setup.tp, setup.sharding != "zero1"
     parts = dict(state_bytes(shape, setup, first=first or not setup.head_on_first_rank, share=share))

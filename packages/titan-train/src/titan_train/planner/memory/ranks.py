@@ -207,11 +207,9 @@ class RankProgram:
             "activations": float(activations),
         }
         states = sum(h.params + h.grads + h.optimizer for h in held) * (not on_host)
-        gathered, at_end = (
-            max(0.0, float(sum(size) - states)) for size in ([h.peak_before_end for h in held], [h.peak for h in held])
-        )
-        if self.layout.spec.pp > 1:  # units stay gathered
-            gathered = at_end
+        at_end = max(0.0, float(sum(h.peak for h in held) - states))
+        gathered = max(0.0, float(sum(h.peak_before_end for h in held) - states))
+        gathered = at_end if self.layout.spec.pp > 1 else gathered  # units of a pipeline stay gathered
         if self.mode == "none":  # no wrapper gathers anything, and gradients are added in place
             gathered = at_end = 0.0
         if self._is_known():
@@ -237,17 +235,10 @@ class RankProgram:
         """Bytes that these blocks (None: all) leave for backward; None where only a run can tell."""
         config = self.config
         frozen = not all(parameter.requires_grad for parameter in self.whole.parameters())
-        if (
-            not self._is_known()
-            or not self.closed_form
-            or self._shape().mtp
-            or frozen
-            or config.parallel.tp_plan
-            or (
-                config.float8.recipe != "none" and not config.compile.enabled
-            )  # which linears are cast, the model knows
-            or (task_name(config) != "text" and not config.compile.enabled)
-        ):
+        only_run = config.float8.recipe != "none" or task_name(config) != "text"  # eager casts: the model knows which
+        if not self._is_known() or not self.closed_form or frozen or config.parallel.tp_plan or self._shape().mtp:
+            return None
+        if only_run and not config.compile.enabled:
             return None
         shape = self._shape()
         layers = range(shape.num_layers) if layers is None else layers

@@ -69,8 +69,8 @@ def gathered_block_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes of parameters and whole gradients around one block's backward, the largest block, sharded data parallelism.
 
     At one time: the unit's gathered parameters, the buffer of the unit that is gathered next, the unit's gradients, and
-    the previous unit's input to its reduction. Routed experts on an axis of their own are a unit of their own. A tied embedding is
-    no unit: gathered once for embedding and head, it stays, with the head's gradient, until backward ends.
+    the previous unit's input to its reduction. Routed experts on an axis of their own are a unit of their own. A tied embedding
+    is no unit: gathered once for embedding and head, it stays, with the head's gradient, until backward ends.
     """
     reduced = float(setup.grad_bytes)
     ahead = 2.0 if setup.reshard and setup.dp_shard * setup.cp > 1 else 0.0
@@ -91,7 +91,7 @@ def gathered_block_bytes(shape: ModelShape, setup: Setup) -> float:
 
 
 def gathered_head_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Bytes of the head's weight around the loss: gathered, and its gradient or, of a chunked loss, the flat buffer of its unit."""
+    """Bytes of the head's weight around the loss: gathered, and its gradient or (chunked loss) its unit's flat buffer."""
     own = 2.0 if setup.reshard else 0.0
     buffer = 0.0 if shape.tied or setup.dp_shard * setup.cp == 1 else 2.0
     return (own + (buffer if setup.loss == "chunked" else 2.0)) * shape.head_parameters / setup.tp

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from titan_train.config.optimizer import ADAMW_STATE_BYTES
 from titan_train.models.shape import ModelShape
 from titan_train.planner.estimate import StepEstimate
 from titan_train.planner.memory.peak import MemoryPeak, memory_peak
@@ -31,6 +32,11 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield "full recomputation", replace(setup, recompute="full", recompute_modules=())
         if setup.microbatch > 1:
             yield "full recomputation and microbatch 1", replace(setup, recompute="full", microbatch=1)
+    if setup.state_bytes == (ADAMW_STATE_BYTES["fp32"],) * 2 and setup.sharding == "fsdp":
+        for states in ("bf16", "int8"):
+            less = replace(setup, states=states, state_bytes=(ADAMW_STATE_BYTES[states],) * 2)
+            yield f"optimizer.states = {states!r}", less
+            yield f"full recomputation and optimizer.states = {states!r}", replace(less, recompute="full")
     words = "the optimizer state in host memory" if setup.te else "parameters and optimizer state in host memory"
     if setup.pp == 1 or setup.te:
         yield words, replace(setup, offload_optimizer=1.0)
@@ -118,12 +124,18 @@ def refuse_search(request: PlanRequest, closest: StepEstimate | None) -> str:
         f"{closest.memory.allocated_gib:.1f} GiB, and {request.limit_bytes / _GIB:.1f} GiB are usable. "
         f"Largest use: {name}, {size / _GIB:.1f} GiB."
     )
+    fewest, smaller = "Smallest number of devices that fits:", ""
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(
             request, gpus=request.gpus * factor, global_batch=max(request.global_batch, request.gpus * factor)
         )
-        if Searcher(more).run(1).best:
-            return f"{text} Smallest number of devices that fits: {more.gpus}."
+        best = Searcher(more).run(1).best
+        if best and best[0].setup.states == request.states[0]:
+            return f"{text} {fewest} {more.gpus}{f', or {smaller}' if smaller else ''}."
+        if best and not smaller:
+            smaller = f"{more.gpus} with optimizer.states = {best[0].setup.states!r}"
+    if smaller:
+        return f"{text} {fewest} {smaller}."
     for factor in (2, 4, 8, 16):
         if request.seq_len // factor >= 1024:
             shorter = replace(request, seq_len=request.seq_len // factor)

@@ -1,8 +1,8 @@
 """Estimate every legal setup and rank those that fit.
 
 Choices that do not interact are settled one by one: the least recomputation that fits is the fastest (an eager dense model may
-move its activations to the host instead), the method of
-context parallelism is the one with the cheapest block, async TP is on where there is tp. The rest is enumerated.
+move its activations to the host instead, and smaller optimizer states are tried where they make room for less of it), the method
+of context parallelism is the one with the cheapest block, async TP is on where there is tp. The rest is enumerated.
 
 The order is by estimated tokens per second, less 2 % for each axis outside the range of measured rows (tp across domains,
 pp > 8, cp > 8, under 4,096 tokens a microbatch, experts on torch's own stack, more than 512 devices). Setups within 2 % of the
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from titan_train.config.optimizer import ADAMW_STATE_BYTES
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.cost.block import BlockCost, block_cost
 from titan_train.planner.cost.constants import Constants
@@ -49,7 +50,8 @@ class Ranking:
     best: list[StepEstimate]
     """Best first."""
     kinds: dict[str, list[StepEstimate]]
-    """The best three without an axis, with experts over ranks or not, and of each precision, best first."""
+    """The best three without an axis, with experts over ranks or not, of each precision, and where small optimizer states make
+    room for something, of each format; best first."""
     front: list[StepEstimate]
     """Setups that no other beats in both memory and speed, least memory first."""
     tie: int
@@ -71,38 +73,52 @@ class Searcher:
         self.may_offload = request.stack == "eager" and not request.shape.moe  # a compiled block cannot be told to move
         self.costs: dict[tuple[Any, ...], list[BlockCost]] = {}
         self.constants: dict[str, Constants] = {}
+        self._tried: list[tuple[Setup, MemoryPeak]] = []
 
     def run(self, top: int = 10) -> Ranking:
         """Search."""
         request = self.request
         base = replace(base_setup(request), offload_optimizer=self.offload)
         found: list[StepEstimate] = []
+        small: list[StepEstimate] = []
         examined, closest = 0, None
         for chosen in degrees(request):
             for batch in batches(request, chosen):
-                setup = replace(base, async_tp=chosen["tp"] > 1, **chosen, **batch)  # type: ignore[arg-type]
+                setup = base.changed(async_tp=chosen["tp"] > 1, **chosen, **batch)
                 examined += 1
-                states = sum(state_bytes(request.shape, setup, first=not setup.head_on_first_rank).values())
+                states_by_use = state_bytes(request.shape, setup, first=not setup.head_on_first_rank)
+                states = sum(states_by_use.values())
                 if states > request.limit_bytes and (found or (closest and states >= closest.memory.allocated)):
+                    small += self._with_small_states(setup, states_by_use, {})
                     continue
                 fitted, peak = self._least_recompute(setup, states)
+                tried: dict[Precision, list[tuple[Setup, MemoryPeak]]] = {setup.precision: self._tried}
                 if self.may_offload and fitted.recompute != "none":
                     found += self._offloaded(setup)
                 if peak.allocated > request.limit_bytes:
                     if closest is None or peak.allocated < closest.memory.allocated:
                         closest = self._estimate(fitted, peak)
+                    small += self._with_small_states(setup, states_by_use, tried)
                     continue
                 for precision in request.precisions:
                     precise, held = fitted, peak
                     if precision != fitted.precision:  # casts take the place of what bf16 keeps, or stand beside it
                         precise, held = self._least_recompute(at(setup, precision), states)
+                        tried[precision] = self._tried
                     if held.allocated <= request.limit_bytes:
                         found.append(self._fastest(precise, held))
+                small += self._with_small_states(setup, states_by_use, tried)
         ranked, tie = self._rank(distinct(found))
+        kinds, others = kinds_of(ranked), self._rank(distinct(small))
+        kinds |= {
+            f"optimizer states in {s}": [e for e in others[0] if e.setup.states == s][:3] for s in request.states[1:]
+        }
+        if not found:
+            found, (ranked, tie) = small, others
         return Ranking(
             request,
             ranked[:top],
-            kinds_of(ranked),
+            {name: best for name, best in kinds.items() if best},
             pareto(found),
             tie,
             examined,
@@ -115,18 +131,56 @@ class Searcher:
         shape, limit = self.request.shape, self.request.limit_bytes
         if states > limit:
             options = options[-1:]
+        self._tried = []
         for option in options:
-            setup = replace(setup, **{"recompute_share": 1.0, **option})  # type: ignore[arg-type]
+            setup = setup.changed(**{"recompute_share": 1.0, **option})
             peak = memory_peak(shape, setup)
+            self._tried.append((setup, peak))
             if peak.allocated <= limit:
                 break
         return setup, peak  # type: ignore[possibly-undefined]
+
+    def _with_small_states(
+        self, setup: Setup, held: dict[str, float], tried: dict[Precision, list[tuple[Setup, MemoryPeak]]]
+    ) -> Iterator[StepEstimate]:
+        """The layout with small optimizer states, where they let it recompute less, or fit.
+
+        Args:
+            setup: The layout, in bf16.
+            held: Its bytes throughout a step, by use, with the first format of states.
+            tried: For each precision what was tried with the first format of states; its last did not need to recompute more.
+                A precision is missing where another was too large already.
+        """
+        limit = self.request.limit_bytes
+        whole = ADAMW_STATE_BYTES[self.request.states[0]]
+        for states in self.request.states[1:] if not (self.offload or setup.te) else ():
+            each = ADAMW_STATE_BYTES[states]
+            if each >= whole or (states == "int8" and 8 % setup.tp):
+                continue
+            fewer: dict[str, Any] = {"states": states, "state_bytes": (each, each)}
+            for precision in self.request.precisions:
+                if precision not in tried:
+                    states_less = sum(held.values()) - held["optimizer"] * (1 - each / whole)
+                    if states_less > limit:
+                        break
+                    fitted, peak = self._least_recompute(at(setup, precision).changed(**fewer), states_less)
+                    if peak.allocated <= limit:
+                        yield self._fastest(fitted, peak)
+                    continue
+                options = tried[precision]
+                for option, peak in options[:-1] if options[-1][1].allocated <= limit else options:
+                    saved = peak.parts.get("optimizer", 0.0) * (1 - each / whole)
+                    if peak.allocated - saved > limit:
+                        continue
+                    parts = peak.parts | {"optimizer": peak.parts["optimizer"] - saved}
+                    yield self._fastest(option.changed(**fewer), MemoryPeak(parts, peak.instant, peak.reserved - saved))
+                    break
 
     def _offloaded(self, setup: Setup) -> Iterator[StepEstimate]:
         """The setup in each precision with its activations in host memory instead of computed again, where it fits."""
         for precision in self.request.precisions:
             kept = memory_peak(self.request.shape, at(setup, precision)).parts["activations"]
-            moved = replace(at(setup, precision), offload_activations=1.0)
+            moved = at(setup, precision).changed(offload_activations=1.0)
             peak = memory_peak(self.request.shape, moved)
             if kept <= _HOST_BYTES and peak.allocated <= self.request.limit_bytes:
                 yield self._fastest(moved, peak)
@@ -137,7 +191,7 @@ class Searcher:
             setup = min(self._cp_methods(setup), key=lambda s: sum(c.total() for c in self._costs(s)))
         best = self._estimate(setup, peak)
         if setup.sharding == "fsdp" and setup.pp == 1 and setup.dp_shard * setup.cp > 1:
-            kept = replace(setup, reshard=False)
+            kept = setup.changed(reshard=False)
             kept_peak = memory_peak(self.request.shape, kept)
             if kept_peak.allocated <= self.request.limit_bytes:
                 other = self._estimate(kept, kept_peak)
@@ -151,7 +205,7 @@ class Searcher:
         methods = ["ring", "allgather"] if all(a.causal for a in heads) else ["allgather"]
         if all(a.heads // setup.tp % setup.cp == 0 and a.kv_heads // setup.tp % setup.cp == 0 for a in heads):
             methods.append("ulysses")
-        return [replace(setup, cp_method=method) for method in methods]  # type: ignore[arg-type]
+        return [setup.changed(cp_method=method) for method in methods]
 
     def _constants(self, setup: Setup) -> Constants:
         if setup.precision not in self.constants:
@@ -185,7 +239,7 @@ class Searcher:
 
 def at(setup: Setup, precision: Precision) -> Setup:
     """The setup in ``precision``."""
-    return setup if setup.precision == precision else replace(setup, precision=precision)
+    return setup if setup.precision == precision else setup.changed(precision=precision)
 
 
 def kinds_of(ranked: list[StepEstimate]) -> dict[str, list[StepEstimate]]:
@@ -209,7 +263,18 @@ def distinct(found: list[StepEstimate]) -> list[StepEstimate]:
     for e in sorted(found, key=lambda e: _simplicity(e.setup)):
         s = e.setup
         kept.setdefault(
-            (s.pp, s.tp, s.ep, s.precision, s.schedule, round(e.time.total, 4), s.recompute, s.recompute_share), e
+            (
+                s.pp,
+                s.tp,
+                s.ep,
+                s.precision,
+                s.schedule,
+                round(e.time.total, 4),
+                s.recompute,
+                s.recompute_share,
+                s.states,
+            ),
+            e,
         )
     return list(kept.values())
 

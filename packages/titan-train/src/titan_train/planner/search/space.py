@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
+from titan_train.config.optimizer import ADAMW_STATE_BYTES
 from titan_train.models.shape import ExpertsShape, ModelShape
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.cost.schedules import schedules_for
 from titan_train.planner.hardware.machine import Machine
-from titan_train.planner.setup import Precision, Setup, Stack
+from titan_train.planner.setup import Precision, Setup, Stack, States
 
 _LEAST_TOKENS = 1024
 _STAGES = (2, 4)
@@ -32,6 +33,8 @@ class PlanRequest:
     global_batch: int
     stack: Stack = "compile"
     precisions: tuple[Precision, ...] = ("bf16",)
+    states: tuple[States, ...] = ("fp32", "bf16", "int8")
+    """Formats of AdamW's moments, the one of the list first; what the others buy has lists of its own."""
     fixed: dict[str, int] = field(default_factory=dict[str, int])
     """Degrees that are given, such as {"tp": 8}."""
     max_memory_gib: float = 0.0
@@ -109,8 +112,10 @@ def batches(request: PlanRequest, chosen: dict[str, int]) -> Iterator[dict[str, 
 
 def base_setup(request: PlanRequest) -> Setup:
     """The choices that are not searched."""
-    te = request.stack.startswith("te")
+    te, states = request.stack.startswith("te"), request.states[0]
     return Setup(
+        states=states,
+        state_bytes=(ADAMW_STATE_BYTES[states], ADAMW_STATE_BYTES[states]),
         seq_len=request.seq_len,
         global_batch=request.global_batch,
         stack=request.stack,

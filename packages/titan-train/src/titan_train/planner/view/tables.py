@@ -83,10 +83,37 @@ def ranking_text(ranking: Ranking) -> str:
                 f"  {'' if number else name:<24}{e.tokens_per_s:>8,.0f} {e.memory.allocated_gib:>6.1f}  {e.setup.describe()}"
                 + (f": {why(best[0], e)}" if e is not best[0] and not number else "")
             )
+    lines += _small_states(ranking)
     lines += notes_on(best)
     if best and outside(best[0]):
         lines += ["", f"The first lies outside the range of measured rows: {', '.join(outside(best[0]))}."]
     return "\n".join(lines)
+
+
+def _small_states(ranking: Ranking) -> list[str]:
+    """What optimizer states of fewer bytes buy, for a search that tried them."""
+    small, best = ranking.request.states[1:], ranking.best[0]
+    if not small:
+        return []
+    if best.setup.states != "fp32":
+        return [
+            "",
+            f"Nothing fits with AdamW's states in float32; with optimizer.states = {best.setup.states!r} it does.",
+        ]
+    lines = [""]
+    for states in small:
+        found = ranking.kinds.get(f"optimizer states in {states}", ())
+        if not found or found[0].time.total >= best.time.total:
+            lines.append(
+                f"optimizer.states = {states!r} buys no time here: no layout needs the room to recompute less."
+            )
+            continue
+        share = 1 - found[0].time.total / best.time.total
+        lines.append(
+            f"optimizer.states = {states!r} buys {share:.1%} of the time: {found[0].setup.describe()}. It rounds AdamW's "
+            "means: a run's numbers change."
+        )
+    return lines
 
 
 def notes_on(estimates: list[StepEstimate]) -> list[str]:
