@@ -170,12 +170,23 @@ def configuration_of(model: str) -> str:
     return model if model in list_configs() and model not in list_models() else ""
 
 
-def formats_of_states(arguments: argparse.Namespace, config: "Config | None") -> "tuple[States, ...]":
-    """Those that are asked for, the first for the list; else all that AdamW on torch has. Other optimizers have one."""
-    if arguments.states:
-        return tuple(arguments.states)
-    adamw = config is None or config.optimizer.name == "adamw"
-    return ("fp32", "bf16", "int8") if adamw and not arguments.stack.startswith("te") else ("fp32",)
+def formats_of_states(
+    arguments: argparse.Namespace, config: "Config | None"
+) -> "tuple[tuple[States, ...], tuple[float, float]]":
+    """The formats of AdamW's means to search, the list's first, and bytes of state for each parameter in that one."""
+    from titan_train.config.optimizer import ADAMW_STATE_BYTES, OptimizerConfig
+
+    optimizer = OptimizerConfig() if config is None else config.optimizer
+    adamw = optimizer.name == "adamw" and not arguments.stack.startswith("te")
+    if arguments.states and not adamw:
+        raise ValueError(
+            "--states: formats are those of adamw on torch. Use optimizer.name='adamw' and --stack compile."
+        )
+    default = ("fp32", "bf16", "int8") if adamw and optimizer.states == "fp32" else (optimizer.states,)
+    states = tuple(arguments.states or default)
+    more = ADAMW_STATE_BYTES[states[0]] - ADAMW_STATE_BYTES[optimizer.states]
+    blocks, ends = optimizer.state_bytes if config is None else config.state_bytes
+    return states, (blocks + more, ends + more)
 
 
 def build_request(arguments: argparse.Namespace) -> "PlanRequest":
@@ -214,6 +225,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
         from titan_train.planner.memory.folder import of_folder
 
         shape = of_folder(shape, name, config.model.args if config is not None else {})
+    states, state_bytes = formats_of_states(arguments, config)
     return PlanRequest(
         shape=shape,
         machine=machine,
@@ -222,11 +234,11 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
         global_batch=arguments.global_batch,
         stack=arguments.stack,
         precisions=cast(tuple[Precision, ...], tuple(arguments.precision or default)),
-        states=formats_of_states(arguments, config),
+        states=states,
         fixed=fixed,
         max_memory_gib=arguments.max_mem,
         weight_bytes=4.0 if config is None else config.optimizer.weight_bytes,
-        state_bytes=(8.0, 8.0) if config is None else config.state_bytes,
+        state_bytes=state_bytes,
         constants=load_constants(arguments.constants) if arguments.constants else None,
     )
 

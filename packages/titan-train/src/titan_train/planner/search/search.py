@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from titan_train.config.optimizer import ADAMW_STATE_BYTES
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.cost.block import BlockCost, block_cost
 from titan_train.planner.cost.constants import Constants
@@ -152,12 +151,12 @@ class Searcher:
                 A precision is missing where another was too large already.
         """
         limit = self.request.limit_bytes
-        whole = ADAMW_STATE_BYTES[self.request.states[0]]
+        whole = self.request.state_bytes[0]
         for states in self.request.states[1:] if not (self.offload or setup.te) else ():
-            each = ADAMW_STATE_BYTES[states]
+            fewer: dict[str, Any] = {"states": states, "state_bytes": self.request.state_bytes_with(states)}
+            each = fewer["state_bytes"][0]
             if each >= whole or (states == "int8" and 8 % setup.tp):
                 continue
-            fewer: dict[str, Any] = {"states": states, "state_bytes": (each, each)}
             for precision in self.request.precisions:
                 if precision not in tried:
                     states_less = sum(held.values()) - held["optimizer"] * (1 - each / whole)

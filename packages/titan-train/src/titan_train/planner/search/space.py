@@ -42,7 +42,7 @@ class PlanRequest:
     weight_bytes: float = 4.0
     """As in `Setup`."""
     state_bytes: tuple[float, float] = (8.0, 8.0)
-    """As in `Setup`."""
+    """As in `Setup`, with the first format of ``states``."""
     constants: Constants | None = None
     """A set of one's own (`titan-train plan calibrate`) instead of the shipped ones."""
 
@@ -55,6 +55,11 @@ class PlanRequest:
             raise ValueError(
                 f"cannot fix {', '.join(sorted(unknown))}. Fix pp, dp_replicate, cp, tp, ep or microbatch; dp_shard follows."
             )
+
+    def state_bytes_with(self, states: States) -> tuple[float, float]:
+        """Bytes of optimizer state for each parameter of blocks and ends, with another format of AdamW's moments."""
+        fewer = ADAMW_STATE_BYTES[self.states[0]] - ADAMW_STATE_BYTES[states]
+        return self.state_bytes[0] - fewer, self.state_bytes[1] - fewer
 
     @property
     def limit_bytes(self) -> float:
@@ -115,7 +120,6 @@ def base_setup(request: PlanRequest) -> Setup:
     te, states = request.stack.startswith("te"), request.states[0]
     return Setup(
         states=states,
-        state_bytes=(ADAMW_STATE_BYTES[states], ADAMW_STATE_BYTES[states]),
         seq_len=request.seq_len,
         global_batch=request.global_batch,
         stack=request.stack,
