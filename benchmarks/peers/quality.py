@@ -1,13 +1,15 @@
 """Bits per byte at one budget of processor time: the quick start beside nanoGPT's recipe and the Trainer of transformers.
 
-Method: the same tokens to train on (the standard library's source), the same tokenizer of 4,096 tokens, one thread, float32. A
-step of each contestant is timed in turns with all others' (processor time of the process; the median), which gives the steps
-that fit ``--cpu-seconds``; its whole schedule lies inside them. Then all are scored on the same held-out windows, the quick
-start's own validation: 100 k labels that no seed changes, and the bytes of these. ``shipped`` is the quick start as it is.
-Published defaults: ``nanogpt documented`` is the CPU recipe of nanoGPT's README; ``hf course`` the recipe of chapter 7.6 of the
-Hugging Face course, batches of 16 for its 256 (it would make nine steps here); ``hf defaults`` the ``TrainingArguments`` that
-the Trainer has by itself. All at our model's scale, width 192 and 4 layers, but for nanoGPT's own width of 128. Each of
-the three is then swept: six candidates, one seed, the same budget each, and its best is trained on five seeds too.
+Method: the same tokens to train on (the standard library's source), the same tokenizer of 4,096 tokens, one thread,
+float32. A step of each contestant is timed in turns with all others' (processor time of the process; the median), which
+gives the steps that fit ``--cpu-seconds``; its whole schedule lies inside them. Then all are scored on the same held-out
+windows, the quick start's own validation: 100 k labels that no seed changes, and the bytes of these. ``shipped`` is the
+quick start as it is. Published defaults: ``nanogpt documented`` is the CPU recipe of nanoGPT's README; ``hf course`` the
+recipe of chapter 7.6 of the Hugging Face course, batches of 16 for its 256 (which would leave a handful of steps); ``hf
+defaults`` the ``TrainingArguments`` that the Trainer has by itself. All at our model's scale, width 192 and 4 layers, but
+for nanoGPT's own width of 128. Each of the three is then swept: six candidates, one seed, the same budget each, and its
+best is trained on five seeds too. What is shipped was itself chosen from twelve candidates of 300 s each, by
+`quickstart_sweep.py`.
 
 Output: a line in ``--results`` for each run as it ends; a second call makes what is missing. Several calls beside each other
 share the work. At the end a table, and one JSON object.
@@ -162,8 +164,9 @@ def work(results: Results, options: argparse.Namespace) -> None:
                 steps = max(10, round(options.cpu_seconds / prices[recipe.cost]))
                 trained = train(recipe, corpus, steps, seed)
                 results.add(
-                    kind="run", peer=peer, name=name, seed=seed, steps=steps, tokens=steps * trained.tokens,
-                    parameters=trained.parameters, cpu_s=round(trained.cpu_s, 1), **corpus.score(trained.logits),
+                    kind="run", cpu_seconds=options.cpu_seconds, peer=peer, name=name, seed=seed, steps=steps,
+                    tokens=steps * trained.tokens, parameters=trained.parameters,
+                    cpu_s=round(trained.cpu_s, 1), **corpus.score(trained.logits),
                     load=round(os.getloadavg()[0], 1),
                 )  # fmt: skip
             break
@@ -207,6 +210,8 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print what is finished, and train nothing")
     options = parser.parse_args()
     results = Results(options.results)
+    if others := {row["cpu_seconds"] for row in results.rows("run")} - {options.cpu_seconds}:
+        parser.error(f"{options.results} has runs of {others.pop()} CPU seconds; name another file, or that budget.")
     if not options.show:
         work(results, options)
     show(results, options)
