@@ -108,7 +108,8 @@ def step_timeline(config: Config, devices: int) -> MemoryTimeline:
         (forward, _), (backward, _) = played.marks
         played = replace(played, marks=((forward, "forward"), (backward, "backward")))
     offload = "offloaded activations are shown where they are made" if config.activations.offload else ""
-    return replace(played, title=title, note="; ".join(filter(None, (played.note, offload))))
+    loss = "the loss in chunks of a CPU, smaller than a GPU's" if config.train.fused_loss else ""
+    return replace(played, title=title, note="; ".join(filter(None, (played.note, offload, loss))))
 
 
 def play(held: Mapping[str, int], actions: Sequence[Action], traces: Mapping[int, fsdp.MemoryTrace]) -> MemoryTimeline:
