@@ -8,6 +8,7 @@ from composition_matrix import ranks_of, sections_of
 from titan_testing import run_ranks
 from titan_train import use_code
 from titan_train.config import parse_config
+from titan_train.config.optimizer import OptimizerConfig
 from titan_train.optim.update import local_tensor
 from titan_train.parallel.gradients import Gradients
 from titan_train.train import Trainer
@@ -84,9 +85,14 @@ def compared(folder, single, model, names, optimizer, ranks=None):
     whole = composition.assemble([weights for weights, *_ in found])
     want = single(model, optimizer)
     assert whole.keys() == want.keys()
-    errors = {name: float((whole[name] - want[name]).abs().max()) for name in want}
-    # float32 gradients add up in another order, and small singular values are raised to 1
-    assert max(errors.values()) <= 1e-6, max(errors.items(), key=lambda item: item[1])
+    for name, weight in want.items():
+        errors = (whole[name] - weight).abs()
+        # float32 gradients add up in another order, and small singular values are raised to 1
+        wrong = errors > 1e-6
+        if optimizer.get("cautious"):  # the sign of an update that is all but zero decides whether a weight decays
+            assert int(wrong.sum()) <= 2, name
+            wrong &= errors > 1e-6 + optimizer["lr"] * OptimizerConfig().weight_decay * weight.abs()
+        assert not wrong.any(), (name, float(errors.max()))
     return run, composition.assemble([state for _, state, *_ in found])
 
 
