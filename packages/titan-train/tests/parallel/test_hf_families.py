@@ -40,7 +40,7 @@ DENSE = ("olmo3", "llama4_text", "ministral", "ministral3", "gemma4_text", "erni
 WITHOUT_EXPERTS = (*DENSE, "qwen3_5_text", "olmo_hybrid")
 WITHOUT_CP = ("glm_moe_dsa", "deepseek_v32")
 KINDS = (*HYBRID, *ROUTED, *DENSE)
-DEFAULT = [("cp", ("gpt_oss", "qwen3_next"))]
+DEFAULT = [("cp", ("gpt_oss", "qwen3_next")), ("pp zbv", ("gemma4_text",)), ("tp", ("glm_moe_dsa",))]
 
 
 def works(kind, layout):

@@ -217,7 +217,10 @@ class HFDecoder(HFModel):
             if isinstance(value, list) and len(cast("list[Any]", value)) == depth
         }
         changed["num_hidden_layers"] = len(layers)
-        vars(stage.config).update(changed)  # not by its setters: they compare the fields with each other
+        # of the modules that go through the layers; what is inside them keeps the numbers of the whole model
+        own = copy.copy(stage.config)
+        vars(own).update(changed)  # not by its setters: they compare the fields with each other
+        stage.config = stage.get_submodule(plan.layers.rpartition(".")[0]).config = own
         stage.holds_embedding, stage.holds_head = first, last
         return stage
 
