@@ -35,10 +35,10 @@ def boundaries() -> torch.Tensor:
 )
 @pytest.mark.parametrize("give_positions", [False, True])
 def test_packed_row_equals_separate_documents(name: str, give_positions: bool) -> None:
-    model = make(name)
+    model = make(name).double()  # in float32 the order of sums decides, which differs between processors
     cu_seqlens = boundaries()
     tokens = torch.randint(97, (len(LENGTHS), SEQ_LEN), generator=torch.Generator().manual_seed(0))
-    probe = torch.randn(len(LENGTHS), SEQ_LEN, 97, generator=torch.Generator().manual_seed(1))
+    probe = torch.randn(len(LENGTHS), SEQ_LEN, 97, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     positions = document_positions(cu_seqlens, SEQ_LEN) if give_positions else None
     packed = model(tokens, positions=positions, cu_seqlens=cu_seqlens)
     (packed * probe).sum().backward()
@@ -49,14 +49,14 @@ def test_packed_row_equals_separate_documents(name: str, give_positions: bool) -
         start = 0
         for length in lengths:
             alone = model(tokens[row : row + 1, start : start + length])
-            # float32 sums in another order; logits of order one
-            assert float((packed[row, start : start + length] - alone[0]).detach().abs().max()) <= 1e-5
+            # logits of order one; what is computed in float32 at any precision is the same on both sides
+            assert float((packed[row, start : start + length] - alone[0]).detach().abs().max()) <= 1e-10
             (alone[0] * probe[row, start : start + length]).sum().backward()
             start += length
     for fqn, parameter in model.named_parameters():
         assert parameter.grad is not None
         scale = float(parameter.grad.abs().max())
-        assert float((packed_grads[fqn] - parameter.grad).abs().max()) <= 1e-5 * max(1.0, scale), fqn
+        assert float((packed_grads[fqn] - parameter.grad).abs().max()) <= 1e-10 * max(1.0, scale), fqn
 
 
 def test_packing_changes_the_result_so_the_boundaries_matter() -> None:
