@@ -24,26 +24,13 @@ import time
 
 import torch
 import torch.distributed as dist
+from async_tp import HeldBack
 from titan_testing import preload, run_ranks
 from titan_train.config.optimizer import MuonConfig, OptimizerConfig
 from titan_train.optim import build_optimizer, ownership
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-
-
-class HeldBack:
-    """A collective that completes no earlier than its deadline."""
-
-    def __init__(self, work, deadline, exposed):
-        self._work, self._deadline, self._exposed = work, deadline, exposed
-
-    def wait(self):
-        left = self._deadline - time.perf_counter()
-        if left > 0:
-            self._exposed.append(left)
-            time.sleep(left)
-        return self._work.wait()
 
 
 def run(mode, options):

@@ -11,6 +11,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
+"""Float32 logits of one chunk: on a CPU what its caches hold, on a GPU enough rows that adding to W's gradient is hidden."""
+
+
+def head_chunk_rows(vocab: float, device: str) -> int:
+    """Rows of one chunk of the loss that is computed in the head: a power of two, at least 64, so that products stay products of
+    matrices.
+
+    Args:
+        vocab: Entries of the vocabulary on one rank.
+        device: Its type.
+    """
+    fitting = int(_CHUNK_BYTES.get(device, _CHUNK_BYTES["cuda"]) // (4 * vocab))
+    return max(64, 1 << max(0, fitting.bit_length() - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionWidths:

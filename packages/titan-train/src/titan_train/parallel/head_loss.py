@@ -32,12 +32,10 @@ from torch import Tensor, nn
 
 from titan_train.models.common.loss import IGNORE_INDEX
 from titan_train.models.common.tensor_styles import StyleTable
+from titan_train.models.shape import head_chunk_rows
 from titan_train.models.traits import traits_of
 from titan_train.parallel.param_shard import ParamShards
 from titan_train.parallel.tensor.styles import style_of
-
-_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
-"""Float32 logits of one chunk: on a CPU what its caches hold, on a GPU enough rows that adding to W's gradient is hidden."""
 
 
 class VocabShard(NamedTuple):
@@ -195,7 +193,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         sums = _Sums(hidden.reshape(-1, hidden.shape[-1]), weight, bias, ctx.needs_input_grad[:3], z_loss, shard)
         flat = labels.reshape(-1)
-        step = chunk_tokens or _chunk_tokens(weight.shape[0], hidden.device)
+        step = chunk_tokens or head_chunk_rows(weight.shape[0], hidden.device.type)
         for start in range(0, flat.shape[0], step):
             sums.add(slice(start, start + step), flat[start : start + step])
         ctx.gradients = sums.gradients(hidden.shape)
@@ -282,12 +280,6 @@ class _Sums:
     def gradients(self, shape: torch.Size) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of hidden states, weight and bias, for a gradient of one."""
         return None if self._of_hidden is None else self._of_hidden.view(shape), self._of_weight, self._of_bias
-
-
-def _chunk_tokens(vocab: int, device: torch.device) -> int:
-    """Rows of one chunk: a power of two, at least 64, so that products stay products of matrices."""
-    fitting = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"]) // (4 * vocab)
-    return max(64, 1 << max(0, fitting.bit_length() - 1))
 
 
 def _own_labels(labels: Tensor, valid: Tensor, shard: VocabShard | None, vocab: int) -> tuple[Tensor, Tensor]:

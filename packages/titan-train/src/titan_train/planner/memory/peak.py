@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from titan_pipeline import balanced_cut
 
-from titan_train.models.shape import ModelShape
+from titan_train.models.shape import ModelShape, head_chunk_rows
 from titan_train.planner.cost.schedules import schedule_cost
 from titan_train.planner.memory.kept import kept_bytes, working_bytes
 from titan_train.planner.memory.states import (
@@ -33,8 +33,6 @@ WORKSPACE = 1.0 * _GIB
 """Bytes of communicators and cuBLAS on a GPU."""
 # bytes per logit at the loss: copies in bf16 and float32, log-softmax, gradient
 _LOSS_BYTES = {"eager": 14.0, "compiled": 6.0, "fused": 4.0}
-_CHUNK_LOGITS = 2**28
-"""Logits that the chunked loss holds at once on a GPU (`titan_train.parallel.head_loss`)."""
 
 
 PARTS = {
@@ -204,7 +202,7 @@ def chunked_loss(shape: ModelShape, setup: Setup) -> dict[str, float]:
     head's weight in float32, with a chunk's product beside it.
     """
     vocab = shape.vocab / setup.tp
-    rows = min(setup.tokens, max(64, 1 << max(0, int(_CHUNK_LOGITS / vocab).bit_length() - 1)))
+    rows = min(setup.tokens, head_chunk_rows(vocab, "cuda"))
     weight = 4.0 * shape.head_parameters / setup.tp
     # softmax has the logits beside it in bf16 and float32; the product has probabilities, their copy in bf16, and its own result
     logits = max(10.0 * rows * vocab, 6.0 * rows * vocab + weight)
