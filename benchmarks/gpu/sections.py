@@ -124,6 +124,14 @@ SECTIONS = (
         "benchmarks/gpu/attention.py --device cpu --tiny",
     ),
     Section(
+        "choices",
+        "Which kernels of fla and torch equal plain torch here, for state layers and windowed or packed attention, and how fast?",
+        "benchmarks/gpu/kernel_choices.py --device cuda",
+        "benchmarks/gpu/kernel_choices.py --device cpu --tiny",
+        expected_s=15,
+        limit_s=240,
+    ),
+    Section(
         "ring",
         "Which share of one flash call's speed is left when attention is cut into the steps of a ring?",
         "packages/titan-cp/benchmarks/simulated_ring.py --tokens 8192 --ranks 2 8 --repeats 5",

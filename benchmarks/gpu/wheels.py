@@ -15,10 +15,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-# what titan-train, titan-ckpt and their dependencies import, below what the machine is to have
+# what titan-train, titan-ckpt and their dependencies import, below what the machine is to have; and fla-core's kernels
 NEEDED = (
     "annotated-types",
     "docstring-parser",
+    "einops",
+    "fla-core",
     "jinja2",
     "markdown-it-py",
     "markupsafe",

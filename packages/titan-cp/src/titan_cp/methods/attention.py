@@ -305,7 +305,7 @@ def _check(
             f"on {q.device}. Pass one logit per query head: shape [{plan.num_heads}]."
         )
     request = Request(q.device, q.dtype, q.shape[-1], len(plan.cu_seqlens) > 2, plan.window is not None)
-    return select(backend, request)
+    return select(backend, request, q)
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

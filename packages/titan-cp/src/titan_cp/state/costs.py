@@ -16,10 +16,12 @@ from types import MappingProxyType
 
 import torch
 
+from titan_cp.backends.trial import kernel_choices
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.explain import size_text
 from titan_cp.planning.plan import AttentionPlan
 from titan_cp.state.convolution import rank_halo
+from titan_cp.state.kernels import candidates
 from titan_cp.state.linear import rank_pieces
 
 STATE_KINDS: Mapping[str, str] = MappingProxyType(
@@ -143,8 +145,23 @@ def explain_state(
             f"convolution {size_text(costs.convolution_forward_bytes)} forward, "
             f"{size_text(costs.convolution_backward_bytes)} backward: up to {convolution - 1} rows per cut piece"
         )
+    lines += [
+        f"kernel      {place}: {_kernel_words(kind, torch.device(place), dtype, cut)}" for place in ("cuda", "cpu")
+    ]
     lines.append("            (bytes are per rank, one layer, one batch row)")
     return "\n".join(lines)
+
+
+def _kernel_words(kind: str, device: torch.device, dtype: torch.dtype, cut: int) -> str:
+    if cut:
+        return "torch, in chunks: other packages' kernels take no pieces of documents"
+    kernel = candidates(kind, device, dtype)[0]
+    tried = [choice for choice in kernel_choices() if choice.case[0] == kind]
+    if any(choice.used.name == kernel.name for choice in tried):
+        return f"{kernel.name}, equal to torch at its first call"
+    if kernel.problem is None and not tried:
+        return f"{kernel.name} if its first call equals torch's"
+    return f"torch, in chunks: {kernel.name} {kernel.problem or tried[-1].reasons[kernel.name]}"
 
 
 def _map_size(kind: str, key_dim: int) -> int:

@@ -7,7 +7,8 @@ A head carries a state ``h``, ``[K, V]``, from token to token of a document::
     out_t = scale · q_tᵀ h
 
 Within a rank it runs in chunks (`titan_cp.state.chunks`), across ranks as one scan (`titan_cp.state.scan`), on the tokens
-that the plan of the softmax layers beside it gives to each rank.
+that the plan of the softmax layers beside it gives to each rank. Where no document is cut, a kernel of another package runs
+if it is installed and equal (`titan_cp.state.kernels`).
 """
 
 import math
@@ -20,7 +21,10 @@ from titan_cp.methods.compiling import graph_break
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.groups import check_group
 from titan_cp.planning.plan import AttentionPlan
+from titan_cp.planning.tokens import to_device
 from titan_cp.state.chunks import CHANNEL_CHUNK, HEAD_CHUNK, chunk_grid, chunk_outputs, make_chunks, run_summary
+from titan_cp.state.kernels import choose_state_kernel
+from titan_cp.state.local import plain_rows
 from titan_cp.state.pieces import DocumentPieces, plan_pieces
 from titan_cp.state.scan import ScanSetup, scan_states
 
@@ -68,9 +72,15 @@ def linear_attention(
     _check(q, k, v, decay, beta, plan)
     check_group(group, plan.size, plan.rank, "group")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    pieces = rank_pieces(plan)
+    if not pieces.open_slots:  # the same on every rank
+        kernel = choose_state_kernel((q, k, v, decay, beta), packed=True, reference=plain_rows)
+        if kernel is not None:
+            bounds = plan.index_once(("rows", v.shape[0], v.device), lambda: _boundaries(pieces, v))
+            with torch.autocast(v.device.type, enabled=False):
+                return kernel(q, k, v, decay, beta, bounds=bounds, scale=scale)[0]
     wide = accumulator_dtype(v.dtype)
     repeats = v.shape[1] // k.shape[1]
-    pieces = rank_pieces(plan)
     with torch.autocast(v.device.type, enabled=False):
         q_wide, k_wide = q.to(wide) * scale, k.to(wide)
         if repeats > 1:
@@ -99,6 +109,12 @@ def linear_attention(
 def rank_pieces(plan: AttentionPlan) -> DocumentPieces:
     """How the plan's documents are cut, for its rank; kept with the plan."""
     return plan.index_once("state pieces", lambda: plan_pieces(plan.shard_ranges, plan.cu_seqlens, plan.rank))
+
+
+def _boundaries(pieces: DocumentPieces, v: Tensor) -> Tensor:
+    """Ends of this rank's documents in all rows laid end to end, ``[N + 1]`` int64."""
+    lengths = torch.tensor((0, *pieces.documents * v.shape[0]), dtype=torch.int64)
+    return to_device(lengths.cumsum(0), v.device)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, plan: AttentionPlan) -> None:

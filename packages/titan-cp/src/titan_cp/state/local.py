@@ -1,16 +1,20 @@
 """A layer with a state on whole rows of one device, without a plan: its documents are a tensor, so nothing is read by the host.
 
 The same chunks as `titan_cp.state.linear` (`titan_cp.state.chunks`), for training without context parallelism, in one graph
-of ``torch.compile``, and for generation, which continues from a state and keeps the next one.
+of ``torch.compile``, and for generation, which continues from a state and keeps the next one. A kernel of another package runs
+instead where it is installed and equal (`titan_cp.state.kernels`); for packed rows it needs `boundaries`.
 """
 
 import math
+from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.state.chunks import CHANNEL_CHUNK, HEAD_CHUNK, ChunkGrid, make_chunks, read_chunks
+from titan_cp.state.kernels import choose_state_kernel
 
 
 def local_linear_attention(
@@ -21,6 +25,7 @@ def local_linear_attention(
     beta: Tensor | None = None,
     *,
     documents: Tensor | None = None,
+    boundaries: Tensor | None = None,
     state: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -34,6 +39,8 @@ def local_linear_attention(
         beta: ``[B, H, T]``; None for no delta rule.
         documents: ``[B, T]``, integers: one number for the tokens of a document, another for those of the next. None: a
             row is one document.
+        boundaries: The same as ends of the documents of all rows laid end to end, ``[N + 1]`` integers from 0 to ``B · T``,
+            which may repeat. Only kernels of other packages read it; without it none is taken for packed rows.
         state: What the first document of each row continues from, ``[B, H, K, V]``; None for zeros.
         scale: Factor on the queries; None for ``1/sqrt(K)``.
 
@@ -45,8 +52,32 @@ def local_linear_attention(
         ValueError: The shapes do not fit each other.
     """
     _check(q, k, v, decay, beta, documents)
-    wide = accumulator_dtype(v.dtype)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if state is None and (documents is None) == (boundaries is None):
+        kernel = choose_state_kernel((q, k, v, decay, beta), packed=documents is not None, reference=plain_rows)
+        if kernel is not None:
+            bounds = None if boundaries is None else _increasing(boundaries)
+            with torch.autocast(v.device.type, enabled=False):
+                return kernel(q, k, v, decay, beta, bounds=bounds, scale=scale)
+    return _in_chunks(q, k, v, decay, beta, documents, state, scale)
+
+
+def plain_rows(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, *, bounds: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The chunked form as a kernel is called."""
+    documents = None
+    if bounds is not None:
+        places = torch.arange(v.shape[0] * v.shape[2], device=v.device)
+        documents = torch.searchsorted(bounds, places, right=True).unflatten(0, (v.shape[0], v.shape[2]))
+    return _in_chunks(q, k, v, decay, beta, documents, None, scale)
+
+
+def _in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None,
+    documents: Tensor | None, state: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    wide = accumulator_dtype(v.dtype)
     repeats, tokens = v.shape[1] // k.shape[1], v.shape[2]
     with torch.autocast(v.device.type, enabled=False):
         q_wide, k_wide = q.to(wide) * scale, k.to(wide)
@@ -63,6 +94,17 @@ def local_linear_attention(
             state = chunks.step(chunk, state, chunks.values[:, :, chunk])
         out = read_chunks(chunks, torch.stack(first, dim=2))[:, :, :tokens]
     return out.to(v.dtype), state
+
+
+def _increasing(boundaries: Tensor) -> Tensor:
+    """Without repetitions, int64: one wait of the host for the boundaries of a batch, whichever layer asks first."""
+    found = _DISTINCT.get(boundaries)
+    if found is None:
+        found = _DISTINCT[boundaries] = boundaries.long().unique_consecutive()
+    return found
+
+
+_DISTINCT: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 def _grid(documents: Tensor | None, tokens: int, size: int, device: torch.device) -> ChunkGrid:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
+from titan_cp.backends import kernel_choices
 from torch import nn
 
 from titan_train.config import Config
@@ -40,7 +41,7 @@ class RunLog(Observer):
         self._trackers: list[Tracker] = []
         self._progress: TrainProgress | None = None
         self._seconds: dict[str, float] = {}  # by part of a step; waits for the next step that is logged
-        self._compiled = False  # this process has made its first step
+        self._compiled = False  # this process has made its first step, and said what it chose
 
     def open(self, run_dir: Path, step: int) -> None:
         """On rank 0: record in the run's folder from ``step`` on."""
@@ -68,6 +69,8 @@ class RunLog(Observer):
         result, step, fused = info.result, info.step, self.run.model.report.fused
         if fused is not None and not self._compiled:
             self.event("async_tp_compiled", step, gathers=fused.gathers, scatters=fused.scatters, not_fused=fused.left)
+        if not self._compiled:
+            self._note_kernels(step)
         self._compiled = True
         if result.layer_norms:
             self.event("groups", step, learning_rates=info.learning_rates, gradient_norms=result.layer_norms)
@@ -126,6 +129,15 @@ class RunLog(Observer):
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
+
+    def _note_kernels(self, step: int) -> None:
+        """What the first step's calls chose among the kernels of attention and of layers with a state."""
+        choices = kernel_choices()
+        if choices:
+            self.event("kernels", step, chosen=[str(choice) for choice in choices])
+        for choice in choices:
+            if self.run.device.type == "cuda" or choice.refused:
+                self.message(f"kernel: {choice}")
 
     def _note_split(self, split: StepSplit, causes: list[Cause]) -> None:
         self._seconds = split.seconds()

@@ -8,7 +8,7 @@
 - `hf`: what a family says about its checkpoints on Hugging Face; a published ``config.json`` read field by field.
 - ``moe/``: mixture of experts.
 - `loss`: cross-entropy as a sum over tokens.
-- `packed`: attention inside packed documents.
+- `packed`: attention inside packed documents; `windowed`: within a window; `sinks`: with a learned logit per head.
 - `rope`: rotary positions.
 - `shared_input`: several linears that read one input.
 - `tensor_styles`: the words in which a family says how its modules are sharded by tensor parallelism.

@@ -102,7 +102,8 @@ class DeltaRule(nn.Module):
         if context.cu_seqlens is not None:
             places = torch.arange(v.shape[2], device=v.device)
             documents = document_numbers(context.cu_seqlens, places)
-        return titan_cp.local_linear_attention(q, k, v, decay, beta, documents=documents)[0]
+        boundaries = None if documents is None else context.boundaries
+        return titan_cp.local_linear_attention(q, k, v, decay, beta, documents=documents, boundaries=boundaries)[0]
 
 
 class GatedDeltaNet(nn.Module):

@@ -8,6 +8,8 @@ host.
 - CUDA, half precision, values as wide as keys: torch's variable-length FlashAttention (`torch.nn.attention.varlen`).
 - CUDA otherwise (float32; latent attention, whose values are narrower): the memory-efficient kernel's variable-length
   form. Values are not padded. ``tests/models/test_packed_attention.py`` names the versions that it was checked on.
+- Both are compared with `plain_attention` at their first call (`titan_cp.backends.choose_kernel`), which runs where neither
+  is equal.
 - CPU: one call of the flash kernel for each run of documents of one length. It is one operator, so that a compiled block
   sees no loop and no lengths.
 
@@ -16,12 +18,13 @@ Shapes: T tokens of the batch, H query heads, K key-value heads, D key width, E 
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from titan_cp.backends import Kernel, choose_kernel
 from torch import Tensor
 
 _CAUSAL_FROM_TOP_LEFT, _FULL = 1, 0
@@ -60,21 +63,108 @@ def packed_attention(
     """
     if not q.is_cuda:
         return cast(Tensor, torch.ops.titan_train.document_attention(q, k, v, boundaries, causal)[0])
-    narrow = v.shape[-1] < q.shape[-1]
-    if q.dtype in (torch.bfloat16, torch.float16) and not narrow and q.shape[-1] <= _FLASH_HEAD_DIM:
-        return _varlen(causal)(q, k, v, boundaries, boundaries, longest, longest)
+    untried = _flash if flash_problem(q, v) is None else _efficient
+    if torch.compiler.is_compiling():
+        return untried(q, k, v, boundaries, longest, causal)
+    return _choose(q, k, v, causal, untried)(q, k, v, boundaries, longest, causal)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, causal: bool) -> Tensor:
+    """`packed_attention` from whole scores, a document at a time; the host waits for their lengths."""
+    del longest
+    groups, wide = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    parts: list[Tensor] = []
+    for start, stop in pairwise(boundaries.tolist()):
+        queries, keys, values = (x[start:stop].to(wide).transpose(0, 1) for x in (q, k, v))
+        keys, values = (x.repeat_interleave(groups, dim=0) for x in (keys, values))
+        scores = queries @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
+        parts.append((scores.softmax(-1) @ values).transpose(0, 1))
+    return torch.cat(parts).to(q.dtype)
+
+
+def flash_problem(q: Tensor, v: Tensor) -> str | None:
+    """Why torch's variable-length FlashAttention cannot attend with these queries and values, or None."""
+    if not q.is_cuda:
+        return f"needs CUDA tensors, got {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"needs half precision, got {str(q.dtype).removeprefix('torch.')}"
+    if v.shape[-1] < q.shape[-1]:
+        return f"needs values as wide as keys, got {v.shape[-1]} and {q.shape[-1]}"
+    return None if q.shape[-1] <= _FLASH_HEAD_DIM else f"has no more than {_FLASH_HEAD_DIM} channels per head"
+
+
+def _choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, untried: "_Packed") -> "_Packed":
+    kernels = [
+        Kernel("torch's varlen_attn", _flash, flash_problem(q, v)), Kernel("memory-efficient attention", _efficient)
+    ]  # fmt: skip
+    case = ("packed attention", *describe(q, k, v), "causal" if causal else "full")
+    chosen = choose_kernel(
+        case, kernels, Kernel("torch", plain_attention), functools.partial(_trial, (q, k, v), causal), like=q,
+        dtype=q.dtype, untried=Kernel("untried", untried),
+    )  # fmt: skip
+    return chosen.run
+
+
+def describe(q: Tensor, k: Tensor, v: Tensor) -> tuple[str, ...]:
+    """What may decide which code a kernel of attention runs, heads last but one: a part of a `titan_cp.backends.trial.Case`."""
+    dtype = str(q.dtype).removeprefix("torch.")
+    return str(q.device), dtype, f"{q.shape[-1]} × {v.shape[-1]}", f"{q.shape[-2] // k.shape[-2]} heads per key"
+
+
+def example_rows(like: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """Random ``[tokens, heads, width]`` of the widths and dtypes of queries, keys and values, two key heads, with gradients."""
+    groups = like[0].shape[-2] // like[1].shape[-2]
+    generator = torch.Generator(like[0].device).manual_seed(0)
+    made: list[Tensor] = []
+    for x, heads in zip(like, (2 * groups, 2, 2), strict=True):
+        drawn = torch.randn(tokens, heads, x.shape[-1], generator=generator, device=x.device)
+        made.append(drawn.to(x.dtype).requires_grad_())
+    return made
+
+
+def with_gradients(out: Tensor, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The output of a trial and the gradients of its inputs by their names."""
+    generator = torch.Generator(out.device).manual_seed(1)
+    probe = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
+    gradients = torch.autograd.grad(out, list(wanted.values()), probe)
+    return {
+        "the output": out.detach(),
+        **{f"the gradient of {name}": x for name, x in zip(wanted, gradients, strict=True)},
+    }
+
+
+def _trial(like: Sequence[Tensor], causal: bool, run: "_Packed") -> dict[str, Tensor]:
+    q, k, v = example_rows(like, 200)
+    boundaries = torch.tensor([0, 1, 64, 64, 70, 200], dtype=torch.int32, device=q.device)
+    return with_gradients(run(q, k, v, boundaries, 130, causal), {"q": q, "k": k, "v": v})
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, causal: bool) -> Tensor:
+    return varlen((-1, 0 if causal else -1))(q, k, v, boundaries, boundaries, longest, longest)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, causal: bool) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     if groups > 1:  # this kernel does not group heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     return cast(Tensor, _Efficient.apply(q, k, v, boundaries, longest, causal))
 
 
+_Packed = Callable[[Tensor, Tensor, Tensor, Tensor, int, bool], Tensor]
+
+
 @functools.cache
-def _varlen(causal: bool) -> Callable[..., Tensor]:
-    """The public function of torch with the arguments that this version has for attention of grouped heads."""
+def varlen(window: tuple[int, int]) -> Callable[..., Tensor]:
+    """The public function of torch with the arguments that this version has for attention of grouped heads.
+
+    Args:
+        window: Tokens before and after its own that a query sees; -1 for all.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)}
+    options: dict[str, Any] = {"window_size": window}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     return cast(Callable[..., Tensor], functools.partial(varlen_attn, **options))

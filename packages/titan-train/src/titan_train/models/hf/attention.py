@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from titan_train.models.common.attention import CausalAttention, SequenceContext, attend, document_mask
-from titan_train.models.common.sinks import with_sink_key
+from titan_train.models.common.attention import CausalAttention, SequenceContext, document_mask
+from titan_train.models.common.windowed import windowed_attention
 
 NAME = "titan_train"
 """In transformers' registry, and as ``attn_implementation``."""
@@ -68,10 +68,11 @@ def _attend(
     if sliding_window is not None and context.attention_plan is not None:
         context = replace(context, attention_plan=context.attention_plan.within(sliding_window))
     elif sliding_window is not None and sliding_window in context.windows:
-        mask = context.windows[sliding_window]
-        if s_aux is not None:
-            query, key, value, mask = with_sink_key(query, key, value, mask, s_aux)
-        return attend(query, key, value, mask).transpose(1, 2), None
+        out = windowed_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context.windows[sliding_window],
+            boundaries=context.boundaries, window=sliding_window, sinks=s_aux,
+        )  # fmt: skip
+        return out, None
     inner: Any = module.inner_attention
     sinks = {} if s_aux is None else {"sinks": s_aux}
     return inner(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context, **sinks), None
