@@ -34,7 +34,7 @@ def sure(model):
     return model
 
 
-@pytest.mark.parametrize("name", ["llama3_debug", "qwen3_moe_debug", "deepseek_debug"])
+@pytest.mark.parametrize("name", ["llama3_debug", "qwen3_moe_debug", "deepseek_debug", "qwen3_next_moe_debug"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_greedy_tokens_of_ragged_prompts_are_those_without_drafts(name, depth):
     model = make(name, depth).requires_grad_(False)

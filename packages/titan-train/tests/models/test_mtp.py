@@ -11,6 +11,7 @@ from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, count_active_parameters, count_parameters, flops_per_token, init_for
 from titan_train.models.common.loss import IGNORE_INDEX
 from titan_train.models.common.mtp import AHEAD, look_ahead, mtp_of
+from titan_train.models.common.norm import ZeroCentredRMSNorm
 from titan_train.models.registry import find_model
 from titan_train.parallel.head_loss import fuse_head_loss
 
@@ -20,6 +21,8 @@ FAMILIES = {
     "qwen3_debug": {},
     "qwen3_moe_debug": {},
     "deepseek_debug": {},
+    "qwen3_next_debug": {},
+    "qwen3_next_moe_debug": {"num_layers": 2},  # without attention but in the modules
 }
 DOCUMENTS = [[4, 1, 7], [9, 2, 1]]  # two rows of 12 tokens
 DEPTH, WEIGHT, Z_LOSS = 3, 0.3, 1e-3
@@ -51,7 +54,9 @@ def batch():
 
 
 def rms(norm, x):
-    return norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    return (
+        (norm.weight + isinstance(norm, ZeroCentredRMSNorm)) * x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+    )
 
 
 def sums_of_document(model, tokens, labels):

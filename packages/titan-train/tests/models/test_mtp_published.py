@@ -1,4 +1,4 @@
-"""Modules for tokens further ahead come in from DeepSeek-V3's published names and leave as they came. Needs transformers."""
+"""Modules for tokens further ahead come in by the names of DeepSeek-V3 and Qwen3-Next, and leave as they came."""
 
 import json
 
@@ -10,6 +10,7 @@ from titan_train.config.model import ModelConfig
 from titan_train.models import build_model
 from titan_train.models.common.mtp import mtp_of
 from titan_train.models.deepseek.hf import DEEPSEEK_HF
+from titan_train.models.qwen3_next.hf import config_of
 from titan_train.models.registry import family_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -72,6 +73,58 @@ def test_the_published_module_comes_in_and_leaves_bit_for_bit(tmp_path):
     with torch.no_grad():
         assert torch.equal(without(tokens), model(tokens))
         assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
+
+
+def qwen3_next(depth):
+    args = {"mtp_depth": depth, "num_shared_experts": 2}
+    return build_model(ModelConfig(name="qwen3_next_moe_debug", args=args), vocab_size=97, device="cpu")
+
+
+def publish_qwen3_next(folder):
+    """A folder as Qwen3-Next is published: the module's block is one with attention, under names of its own."""
+    torch.manual_seed(1)
+    settings = config_of(qwen3_next(0).args)
+    transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**settings)).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.startswith("model.layers.3.")]:
+        tensors[name.replace("model.layers.3", "mtp.layers.0", 1)] = torch.randn_like(tensors[name])
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{name}.weight"] = torch.rand(64)
+    tensors["mtp.fc.weight"] = torch.randn(64, 128)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def test_the_module_of_qwen3_next_comes_in_and_leaves_bit_for_bit(tmp_path):
+    published = publish_qwen3_next(tmp_path / "in")
+    model = qwen3_next(1)
+    hf = family_of(model).load_hf()
+    import_hf(tmp_path / "in", model, names=hf.names(model.args))
+    module = mtp_of(model)["0"]
+    assert torch.equal(module.proj.weight, published["mtp.fc.weight"])
+    assert torch.equal(module.embedding_norm.weight, published["mtp.pre_fc_norm_embedding.weight"])
+    assert torch.equal(module.block.attention.wq.weight, published["mtp.layers.0.self_attn.q_proj.weight"])
+    with Checkpointer(tmp_path / "steps") as checkpointer:
+        checkpointer.save(0, TrainState(model=model, rng=False))
+    step = tmp_path / "steps" / "step-00000000"
+    export_hf(step, tmp_path / "out", names=hf.names(model.args), config=hf.config_of(model.args))
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == published.keys()
+    assert all(torch.equal(exported[name], published[name]) for name in published)
+    # a model without the module passes it over; transformers reads the export
+    without = qwen3_next(0)
+    import_hf(tmp_path / "out", without, names=hf.names(without.args))
+    theirs = transformers.Qwen3NextForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(without(tokens), model(tokens))
+        assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
+    # the published folder names one module, so more of them have no names there
+    deeper = qwen3_next(2)
+    with pytest.raises(ValueError, match=r"mtp_depth=2: a folder of Qwen3-Next holds one module"):
+        hf.names(deeper.args)
+    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM does not compute mtp_depth=2"):
+        hf.config_of(deeper.args)
 
 
 def test_a_folder_whose_shared_matrices_differ_is_refused(tmp_path):

@@ -5,7 +5,7 @@ import random
 import composition
 import pytest
 from composition_check import assert_as_one_process
-from composition_matrix import MODELS, SETTINGS, TIED, ranks_of, sections_of
+from composition_matrix import MODELS, SETTINGS, TIED, WITH_EXPERTS, ranks_of, sections_of
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.models import build_model
@@ -19,7 +19,7 @@ EMBEDDING = ("tok_embeddings.weight", "lm_head.weight", "mtp_embeddings.weight")
 
 def sections(model, depth, *more):
     sections = composition.joined(TIED if model == "tied" else MODELS[model], LATE, *more)
-    args = sections["model"]["args"] | {"mtp_depth": depth}
+    args = sections["model"].get("args", {}) | {"mtp_depth": depth}
     return composition.joined(sections, {"model": {"args": args}})
 
 
@@ -76,6 +76,7 @@ FAST = [
     ("tied", 1, ("cp ring", "pp zb_h2")),
     ("dense", 2, ("fsdp",)),
     ("moe", 1, ("ep", "pp 1f1b")),
+    ("hybrid", 1, ("tp+sp", "pp zbv")),
 ]
 
 
@@ -84,19 +85,19 @@ def test_a_layout_trains_several_predicted_tokens_as_one_process_does(model, dep
     check(model, depth, names, folder, single)
 
 
-def random_products():
-    """Sixty products of two to four settings that may be combined, over the three models."""
+def random_products(count, *models):
+    """So many products of two to four settings that may be combined, over the models."""
     found, number = [], 0
-    while len(found) < 60:
+    while len(found) < count:
         rng = random.Random(number)
         number += 1
-        model = rng.choice(("dense", "tied", "moe"))
+        model = rng.choice(models)
         names = rng.sample([name for name in SETTINGS if name != "float8"], rng.choice((1, 2, 3, 3, 4)))
         axes = [SETTINGS[name].axis for name in names]
         product = 1
         for name in names:
             product *= SETTINGS[name].ranks
-        if len(set(axes)) < len(axes) or product > 8 or ("ep" in names and model != "moe"):
+        if len(set(axes)) < len(axes) or product > 8 or ("ep" in names and model not in WITH_EXPERTS):
             continue
         if {"ddp", "ep"} <= set(names) or {"tp", "ep"} <= set(names):  # refused
             continue
@@ -105,7 +106,11 @@ def random_products():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "depth", "names"), random_products(), ids=str)
+@pytest.mark.parametrize(
+    ("model", "depth", "names"),
+    [*random_products(60, "dense", "tied", "moe"), *random_products(20, "hybrid")],
+    ids=str,
+)
 def test_a_random_product_trains_several_predicted_tokens_as_one_process_does(model, depth, names, folder, single):
     check(model, depth, names, folder, single)
 

@@ -30,6 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-tied": ("qwen3_moe_debug", {"num_layers": 4, "tied_embeddings": True}),
     "deepseek-tied": ("deepseek_debug", {"num_layers": 4, "tied_embeddings": True}),
     "deepseek-mtp": ("deepseek_debug", {"num_layers": 3, "mtp_depth": 1}),
+    "qwen3-next-mtp": ("qwen3_next_moe_debug", {"mtp_depth": 1}),
     "llama-tied-mtp": ("llama3_debug", LLAMA | {"tied_embeddings": True, "mtp_depth": 2}),
 }
 LARGE = {"large": ("llama3_debug", {"num_layers": 1, "dim": 64, "vocab_size": 262_144})}
@@ -73,7 +74,7 @@ def publish(folder: Path, name: str) -> Path:
     hf = family.load_hf()
     generator = torch.Generator().manual_seed(1)
     published: dict[str, torch.Tensor] = {}
-    packed: dict[str, dict[int, torch.Tensor]] = {}
+    packed: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
     names = hf.names(model.args)
     for key, value in model.state_dict().items():
         if key == "mtp_embeddings.weight" or (key == "lm_head.weight" and model.args.tied_embeddings):
@@ -84,11 +85,11 @@ def publish(folder: Path, name: str) -> Path:
         if pair.stacked:
             published |= {pair.hf.format(**letters, j=j): value[j].clone() for j in range(len(value))}
         elif pair.part:
-            packed.setdefault(pair.hf.format(**letters), {})[pair.part[0]] = value
+            packed.setdefault((pair.hf.format(**letters), pair.part[2]), {})[pair.part[0]] = value
         else:
             published[pair.hf.format(**letters)] = value.contiguous()
-    for key, parts in packed.items():
-        published[key] = torch.cat([parts[i] for i in range(len(parts))], dim=-1).contiguous()
+    for (key, dim), parts in packed.items():
+        published[key] = torch.cat([parts[i] for i in range(len(parts))], dim=dim).contiguous()
     published |= {copy: published[other].clone() for copy, other in names.copies}
     out = folder / "published"
     out.mkdir()

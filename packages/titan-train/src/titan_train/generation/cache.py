@@ -9,7 +9,8 @@ padding leaves in the cache lies behind the row's last position, where no query 
 tokens overwrite it before any query can.
 
 A layer that carries a state instead (`DeltaRule`) keeps it, and the last tokens that its convolution saw. What pads a prompt
-changes neither, so the generating loop says how long each row's prompt is.
+changes neither, so the generating loop says how long each row's prompt is. Of a forward that verifies drafts it keeps both after
+each token, and goes on from the last one that was accepted.
 
 Memory: 2 x layers x B x K x T x D elements, allocated once. A new token reads only the positions in use, where the caller
 knows their number without asking the device (`CacheLength`); the query heads that share a key head are laid side by side as
@@ -46,6 +47,8 @@ class CacheLength:
     """Every row has just these positions, so that a single new token sees all of them."""
     prompts: Tensor | None = None
     """Tokens of each row's prompt, ``[B]``; None: the rows are not padded."""
+    accepted: int = 0
+    """Tokens of the forward before that stay, where forwards verify several; 0: a forward has one token, or copies of it."""
 
 
 class CachedAttention(nn.Module):
@@ -110,6 +113,8 @@ class CachedDelta(DeltaRule):
     """The last rows that the convolution saw, ``[B, taps - 1, C]``."""
     state: Tensor | None
     """``[B, H, K, V]`` float32."""
+    verified: list[tuple[Tensor, Tensor]]
+    """Tail and state after each token of the forward before, where it verified several."""
 
     @classmethod
     def of(cls, rule: DeltaRule, in_use: CacheLength) -> "CachedDelta":
@@ -117,18 +122,26 @@ class CachedDelta(DeltaRule):
         cached = copy.copy(rule)
         cached.__class__ = cls
         found = cast(CachedDelta, cached)
-        found.in_use, found.tail, found.state = in_use, None, None
+        found.in_use, found.tail, found.state, found.verified = in_use, None, None, []
         return found
 
     def forward(self, inputs: DeltaInputs, context: SequenceContext) -> Tensor:
-        """As `DeltaRule.forward`; after the prompt, one token, or several times the same one."""
+        """As `DeltaRule.forward`; after the prompt, one token, several times the same one, or several to verify."""
         if self.state is None:
             return self.compute(context, *inputs)
-        copies = inputs.q.shape[1]
-        of_tokens = inputs._replace(
-            **{name: getattr(inputs, name)[:, :1] for name in ("q", "k", "v", "strength", "rate")}
-        )
-        return self.compute(context, *of_tokens).expand(-1, copies, -1, -1)
+        count = inputs.q.shape[1]
+        if not self.in_use.accepted:
+            return self.compute(context, *_of_token(inputs, 0)).expand(-1, count, -1, -1)
+        if self.verified:
+            self.tail, self.state = self.verified[self.in_use.accepted - 1]
+        out: list[Tensor] = []
+        self.verified = []
+        for number in range(count):
+            assert self.tail is not None
+            self.tail, self.state = self.tail.clone(), self.state.clone()
+            out.append(self.compute(context, *_of_token(inputs, number)))
+            self.verified.append((self.tail, self.state))
+        return torch.cat(out, dim=1)
 
     def convolve(self, rows: Tensor, taps: Tensor, context: SequenceContext) -> Tensor:
         """As `DeltaRule.convolve`, with the rows of the forwards before in front."""
@@ -159,6 +172,12 @@ class CachedDelta(DeltaRule):
         if self.in_use.prompts is not None:
             return self.in_use.prompts
         return torch.full((rows.shape[0],), rows.shape[-2], device=rows.device)
+
+
+def _of_token(inputs: DeltaInputs, number: int) -> DeltaInputs:
+    """The inputs of one of the tokens of a forward."""
+    named = ("q", "k", "v", "strength", "rate")
+    return inputs._replace(**{name: getattr(inputs, name)[:, number : number + 1] for name in named})
 
 
 def supports_cache(model: nn.Module) -> bool:

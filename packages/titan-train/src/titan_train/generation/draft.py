@@ -70,6 +70,7 @@ def drafted_tokens(
     chosen_after = (lengths - 1)[:, None]
     ended: Sequence[bool] = [False] * len(prompts)
     drafts = 0
+    in_use.prompts = lengths
     while True:
         in_use.used = longest + drafts
         with torch.no_grad():
@@ -81,6 +82,7 @@ def drafted_tokens(
                 tokens.scatter_(1, (lengths + n)[:, None], best[:, n : n + 1])
             new = best[:, : accepted + 1].tolist()
             lengths, longest = lengths + accepted + 1, longest + accepted + 1
+            in_use.accepted = accepted + 1
         if drafts:
             running = len(ended) - sum(ended)
             count.drafted += drafts * running

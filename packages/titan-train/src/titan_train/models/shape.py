@@ -265,6 +265,8 @@ class ModelShape:
     final_norm: int = 1
     mtp: int = 0
     """Modules that predict a further token, each with its own pass through the head; see `mtp_blocks`."""
+    mtp_block: Block | None = None
+    """The block of such a module, where it is not the last of ``blocks``."""
     kept: Callable[[Any], float] | None = field(default=None, compare=False)
     """From a planner's setup to the bytes that one block keeps for backward, where a module of its own was counted."""
 
@@ -299,6 +301,8 @@ class ModelShape:
     @property
     def mtp_blocks(self) -> tuple[Block, ...]:
         """Blocks of one module that predicts a further token: a mixer with a feed-forward, of hybrids two blocks."""
+        if self.mtp_block is not None:
+            return (self.mtp_block,)
         last = self.blocks[-1]
         return (last,) if last.ffn is not None else (last, next(b for b in self.blocks if b.ffn is not None))
 

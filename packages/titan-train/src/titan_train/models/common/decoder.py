@@ -75,7 +75,7 @@ class Decoder(nn.Module):
             rope_dim: Rotated channels of a head; 0 is none.
             rope_theta: Base of the rotary frequencies.
             max_seq_len: Learned positions; None is none.
-            norm: The last norm, called with d and ``eps``.
+            norm: The last norm and those of the modules of ``mtp_blocks``, called with d and ``eps``.
             mtp_blocks: Layers of the modules that predict tokens further ahead, one each.
         """
         super().__init__()
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
             # the same matrix under a name of its own: the last pipeline stage has no other
             self.mtp_embeddings = nn.Embedding(vocab_size, dim)
             self.mtp_embeddings.weight = self.tok_embeddings.weight
-            self.mtp = MTPModules([MTPModule(dim, norm_eps, block) for block in mtp_blocks])
+            self.mtp = MTPModules([MTPModule(dim, lambda: norm(dim, eps=norm_eps), block) for block in mtp_blocks])
 
     def forward(
         self,

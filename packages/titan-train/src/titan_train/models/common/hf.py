@@ -55,26 +55,37 @@ class HuggingFace:
 
 
 def names_with_mtp(names: KeyMap, args: Any) -> KeyMap:
-    """The key map with modules for tokens further ahead as DeepSeek-V3 is published: each is a further layer.
+    """The key map with modules for tokens further ahead.
 
-    A model without takes no notice of such a layer of a folder.
+    As DeepSeek-V3 is published: each is a further layer. A model without takes no notice of such a layer of a folder. Qwen3-Next
+    is published with one, under names of its own and without copies of embedding and head.
     """
+    apart = names.family == "qwen3_next"
     if not args.mtp_depth:
-        return names.ignoring(rf"model\.layers\.{args.num_layers}\..*") if names.family == "deepseek" else names
+        further = r"mtp\..*" if apart else rf"model\.layers\.{args.num_layers}\..*"
+        return names.ignoring(further) if apart or names.family == "deepseek" else names
+    if apart and args.mtp_depth > 1:
+        raise ValueError(
+            f"model.args.mtp_depth={args.mtp_depth}: a folder of Qwen3-Next holds one module that predicts a further token. Its "
+            "weights can be read and written with mtp_depth=1; keep a deeper model as a checkpoint of its run."
+        )
     pairs: list[Pair] = []
     copies: list[tuple[str, str]] = []
     for k in range(args.mtp_depth):
-        here, there = f"mtp.{k}", f"model.layers.{args.num_layers + k}"
+        here, there = f"mtp.{k}", "mtp" if apart else f"model.layers.{args.num_layers + k}"
         for pair in names.pairs:
             if pair.native.startswith("layers.{i}."):
                 native = pair.native.replace("layers.{i}", f"{here}.block", 1)
-                pairs.append(dataclasses.replace(pair, native=native, hf=pair.hf.replace("model.layers.{i}", there, 1)))
-        pairs += [Pair(f"{here}.{native}.weight", f"{there}.{hf}.weight") for native, hf in _MTP]
+                block = f"{there}.layers.{k}" if apart else there
+                pairs.append(dataclasses.replace(pair, native=native, hf=pair.hf.replace("model.layers.{i}", block, 1)))
+        own = _MTP_APART if apart else _MTP
+        pairs += [Pair(f"{here}.{native}.weight", f"{there}.{hf}.weight") for native, hf in own]
         head = "model.embed_tokens.weight" if args.tied_embeddings else "lm_head.weight"
-        copies += [
-            (f"{there}.embed_tokens.weight", "model.embed_tokens.weight"),
-            (f"{there}.shared_head.head.weight", head),
-        ]
+        if not apart:
+            copies += [
+                (f"{there}.embed_tokens.weight", "model.embed_tokens.weight"),
+                (f"{there}.shared_head.head.weight", head),
+            ]
     return dataclasses.replace(names, pairs=(*pairs, *names.pairs), copies=tuple(copies))
 
 
@@ -270,6 +281,14 @@ DENSE = tuple(
 
 _MTP = (("embedding_norm", "enorm"), ("hidden_norm", "hnorm"), ("proj", "eh_proj"), ("norm", "shared_head.norm"))
 """What a module for a token further ahead has beside its block."""
+
+_MTP_APART = (
+    ("embedding_norm", "pre_fc_norm_embedding"),
+    ("hidden_norm", "pre_fc_norm_hidden"),
+    ("proj", "fc"),
+    ("norm", "norm"),
+)
+"""The same of Qwen3-Next."""
 
 _EXPERTS = "model.layers.{i}.mlp.experts"
 

@@ -20,7 +20,7 @@ serve them. Cost: a block, a product of 2 d x d and a pass through the head for 
 Shapes: B batch, S sequence, d width, D modules.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from titan_train.models.common.attention import SequenceContext, row_positions
 from titan_train.models.common.loss import IGNORE_INDEX, count_valid
-from titan_train.models.common.norm import RMSNorm
 
 AHEAD = ("ahead_tokens", "ahead_labels")
 """What a model with such modules is given by name in training, from `look_ahead`."""
@@ -38,14 +37,14 @@ AHEAD = ("ahead_tokens", "ahead_labels")
 class MTPModule(nn.Module):
     """One module: what it predicts lies one token further ahead than what its input predicted."""
 
-    def __init__(self, dim: int, norm_eps: float, block: nn.Module) -> None:
-        """Put a module together around a decoder layer, called as ``block(x, context)``."""
+    def __init__(self, dim: int, norm: Callable[[], nn.Module], block: nn.Module) -> None:
+        """Put a module together around a decoder layer, called as ``block(x, context)``, and norms of the model's kind."""
         super().__init__()
-        self.embedding_norm = RMSNorm(dim, eps=norm_eps)
-        self.hidden_norm = RMSNorm(dim, eps=norm_eps)
+        self.embedding_norm = norm()
+        self.hidden_norm = norm()
         self.proj = nn.Linear(2 * dim, dim, bias=False)
         self.block = block
-        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.norm = norm()
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: SequenceContext) -> Tensor:
         """Hidden states and embeddings one token further on, ``[B, S, d]`` each, to hidden states for the head."""

@@ -5,7 +5,7 @@
 - `hf`: its checkpoints on Hugging Face, and what their ``config.json`` means here.
 """
 
-from titan_train.models.common.tensor_styles import DECODER_STYLES, StyleTable
+from titan_train.models.common.tensor_styles import DECODER_STYLES, StyleTable, with_mtp
 from titan_train.models.family import Family
 from titan_train.models.qwen3_next.args import QWEN3_NEXT_CONFIGS, Qwen3NextArgs
 
@@ -26,6 +26,6 @@ QWEN3_NEXT_FAMILY = Family(
     args=Qwen3NextArgs,
     configs=QWEN3_NEXT_CONFIGS,
     model="titan_train.models.qwen3_next.model:Qwen3Next",
-    tensor_styles={**_DELTA_STYLES, **DECODER_STYLES},
+    tensor_styles=with_mtp({**_DELTA_STYLES, **DECODER_STYLES}),
     hf="titan_train.models.qwen3_next.hf:QWEN3_NEXT_HF",
 )

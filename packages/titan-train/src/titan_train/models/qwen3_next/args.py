@@ -1,7 +1,7 @@
 """Shapes of the Qwen3-Next family, dense and mixture of experts.
 
-Source: the published configuration of Qwen3-Next-80B-A3B. Its layer that predicts a second token is not part of the model
-here. Parameter counts are exact and held by a test.
+Source: the published configuration of Qwen3-Next-80B-A3B. Its module that predicts a second token, a block with attention, is
+left to ``mtp_depth``. Parameter counts are exact and held by a test.
 """
 
 from dataclasses import dataclass, replace
@@ -50,6 +50,8 @@ class Qwen3NextArgs(RoutingArgs):
     """Added to the mean square in RMSNorm."""
     tied_embeddings: bool = False
     """The head is the embedding's matrix."""
+    mtp_depth: Annotated[int, Range(0, note="0 is none, Qwen3-Next is published with 1")] = 0
+    """Modules that predict one token further ahead each (multi-token prediction); 0 is none."""
     num_experts: Annotated[int, Range(0, note="0 is the dense model")] = 0
     """Experts in every layer; 0 is the dense model."""
     experts_per_token: Count = 10
@@ -113,7 +115,10 @@ class Qwen3NextArgs(RoutingArgs):
         period = (delta, Block(1, attention, inner)) if delta.count else (Block(1, attention, inner),)
         blocks = period * (self.num_layers // self.attention_every)
         blocks += (replace(delta, count=rest),) if rest else ()
-        return ModelShape(name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings)
+        ahead = Block(1, attention, inner)
+        return ModelShape(
+            name, self.dim, blocks, self.vocab_size, tied=self.tied_embeddings, mtp=self.mtp_depth, mtp_block=ahead
+        )
 
 
 QWEN3_NEXT_CONFIGS: dict[str, Qwen3NextArgs] = {

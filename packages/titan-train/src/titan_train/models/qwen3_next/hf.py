@@ -28,7 +28,7 @@ from titan_train.models.qwen3.hf import HEAD_NORMS, read_experts
 from titan_train.models.qwen3_next.args import Qwen3NextArgs
 
 _ONLY_WITH_EXPERTS = ("experts_per_token", "expert_ffn_dim", "num_shared_experts", "scores", "normalize_weights")
-_ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss")
+_ONLY_IN_TRAINING = ("bias_rate", "balance_loss", "z_loss", "mtp_depth")
 
 _KIND, _CLASS = "qwen3_next", "Qwen3NextForCausalLM"
 _LAYER = ("linear_attention", "full_attention")
@@ -107,6 +107,7 @@ def config_of(args: Qwen3NextArgs) -> dict[str, Any]:
             f"num_shared_experts={args.num_shared_experts}": sparse and args.num_shared_experts == 0,
             f"scores={args.scores!r}": sparse and args.scores != "softmax",
             f"bias_rate={args.bias_rate}": sparse and args.bias_rate > 0,
+            f"mtp_depth={args.mtp_depth}": args.mtp_depth > 1,
         },
         architecture=_CLASS,
     )
@@ -161,7 +162,7 @@ def key_map(args: Qwen3NextArgs) -> KeyMap:
         for part, x in enumerate("qkv")
     ]
     pairs = (*DECODER, *ATTENTION, *HEAD_NORMS, *DENSE, *EXPERTS, *_PAIRS, *convolutions)
-    return KeyMap(_KIND, pairs, (*IGNORED, r"mtp\..*"), NATIVE_ONLY)
+    return KeyMap(_KIND, pairs, IGNORED, NATIVE_ONLY)
 
 
 QWEN3_NEXT_HF = HuggingFace(

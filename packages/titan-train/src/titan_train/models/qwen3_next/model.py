@@ -28,7 +28,7 @@ class Qwen3Next(Decoder):
     def __init__(self, args: Qwen3NextArgs) -> None:
         """Build the modules; weights are set by `init_weights`."""
         super().__init__(
-            [HybridBlock(args, layer) for layer in range(args.num_layers)],
+            [HybridBlock(args, attends=args.has_attention(layer)) for layer in range(args.num_layers)],
             dim=args.dim,
             vocab_size=args.vocab_size,
             norm_eps=args.norm_eps,
@@ -36,6 +36,7 @@ class Qwen3Next(Decoder):
             rope_dim=args.rope_dim,
             rope_theta=args.rope_theta,
             norm=ZeroCentredRMSNorm,
+            mtp_blocks=[HybridBlock(args, attends=True) for _ in range(args.mtp_depth)],
         )
         self.args = args
 
@@ -65,11 +66,10 @@ class HybridBlock(nn.Module):
     norm_readers = (("attention_norm", "mixer"), ("ffn_norm", "feed_forward"))
     """Each norm, and the module that alone reads it."""
 
-    def __init__(self, args: Qwen3NextArgs, layer: int) -> None:
-        """Put block number ``layer`` together."""
+    def __init__(self, args: Qwen3NextArgs, *, attends: bool) -> None:
+        """Put a block with attention, or one with a state, together."""
         super().__init__()
         self.attention_norm = ZeroCentredRMSNorm(args.dim, eps=args.norm_eps)
-        attends = args.has_attention(layer)
         self.attention = GatedAttention(args) if attends else None
         self.delta = None if attends else GatedDeltaNet(args.dim, args.delta(), args.norm_eps)
         self.ffn_norm = ZeroCentredRMSNorm(args.dim, eps=args.norm_eps)

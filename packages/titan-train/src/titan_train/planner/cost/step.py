@@ -151,6 +151,8 @@ def second_token(c: Context, shape: ModelShape, costs: list[BlockCost]) -> list[
     """
     if not shape.mtp:
         return []
+    if shape.mtp_block is not None:
+        return [block_cost(c, shape.mtp_block)]
     if shape.blocks[-1].ffn is not None:
         return [costs[-1]]
     plain = in_bf16(c)
