@@ -27,7 +27,10 @@ def attending(p, groups):
 
 
 def worst_ratios(cases, world=None, replica=0):
-    """Of each case, the largest error over three times that of one process; a rounding of the largest value is granted.
+    """Of each case, the largest error over three times that of one process; two roundings of the largest value are granted.
+
+    One process may be exact by luck (2 roundings where others have 5), and a rounding of the log-sum-exp, which parts are
+    merged by, is as many of the result as it is large.
 
     A sink's gradient is a sum over all tokens whose terms cancel, and with one head it is one number, which one process
     may hit by luck. Its rounding is granted over the sum of the terms' sizes, which is what the error of a float32 sum
@@ -84,7 +87,7 @@ def worst_ratios(cases, world=None, replica=0):
             for name, a, b, w, size in zip(
                 ("out", "dq", "dk", "dv", "dsinks"), whole, alone, want, sizes, strict=False
             ):
-                allowed = 3 * (b.double() - w).abs().max() + 1.2e-7 * size
+                allowed = 3 * (b.double() - w).abs().max() + 2.4e-7 * size
                 ratios[number, method, layout, heads, window, name] = float((a.double() - w).abs().max() / allowed)
     return ratios
 

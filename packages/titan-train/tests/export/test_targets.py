@@ -141,7 +141,7 @@ def answers_as_the_run(folder: Path, run) -> None:
 def padded_rows_continue_as_alone(exported, model) -> None:
     """As Optimum feeds a batch: names, padding on the left, a cache that begins empty and grows."""
     inputs = {entry.name: entry.shape for entry in exported._session.get_inputs()}
-    names = [f"past_key_values.{layer}.{kind}" for layer in range(2) for kind in ("key", "value")]
+    names = [f"past_key_values.{layer}.{kind}" for layer in range(len(model.layers)) for kind in ("key", "value")]
     assert list(inputs) == ["input_ids", "attention_mask", "position_ids", *names]
     assert inputs["attention_mask"] == ["batch_size", "total_sequence_length"]
     assert inputs["past_key_values.1.value"][0::2] == ["batch_size", "past_sequence_length"]

@@ -44,6 +44,8 @@ SETTINGS = {
     "tiles": Setting({"activations": {"mlp_tiles": 4}}, 1, "activations"),
     "compile": Setting({"compile": {"enabled": True, "backend": "aot_eager"}}, 1, "compile"),
 }
+IN_TRIPLES = {"recomputing": Setting({"activations": {"checkpoint": "full"}}, 1, "activations")}
+"""More, for combinations of three and four alone."""
 
 REFUSED = {
     frozenset({"ddp", "ep"}): "would cross dp_replicate",
@@ -72,6 +74,12 @@ TRIPLES = [
     ("fsdp", "pp zbv", "ep", "tp+sp"),
     ("fsdp", "cp ring", "ep", "pp 1f1b"),
     ("hsdp", "ep", "checkpointing"),
+    # blocks that are compiled in pieces, each with its recomputation
+    ("fsdp", "cp ring", "compile", "checkpointing"),
+    ("cp ring", "pp zbv", "compile", "checkpointing"),
+    ("cp ulysses", "pp zbv", "compile", "recomputing"),
+    ("fsdp", "ep", "compile", "checkpointing"),
+    ("ep", "pp zbv", "compile", "recomputing"),
 ]
 """Combinations of three and four on 8 ranks; those with ep are for the mixture of experts."""
 
@@ -114,7 +122,7 @@ def sections_of(model, names):
     """The configuration of a combination, over that of its model."""
     merged = {section: dict(values) for section, values in MODELS[model].items()}
     for name in names:
-        for section, values in SETTINGS[name].sections.items():
+        for section, values in (SETTINGS | IN_TRIPLES)[name].sections.items():
             merged[section] = merged.get(section, {}) | values
     return merged
 
@@ -123,7 +131,7 @@ def ranks_of(names):
     """Ranks of a combination: 8 from three settings on or with hsdp, otherwise 4."""
     product = 1
     for name in names:
-        product *= SETTINGS[name].ranks
+        product *= (SETTINGS | IN_TRIPLES)[name].ranks
     return 8 if product > 4 or len(names) > 2 else 4
 
 

@@ -7,6 +7,7 @@ sharded parameters.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import titan_fsdp as fsdp
 import torch
@@ -24,7 +25,7 @@ from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
-from titan_train.parallel.compiled import compile_blocks
+from titan_train.parallel.compiled import compile_blocks, compile_pieces
 from titan_train.parallel.data_parallel import apply_data_parallel
 from titan_train.parallel.expert.apply import apply_expert_parallel
 from titan_train.parallel.float8 import DEFERRING_RULES, convert_to_float8, share_scales
@@ -201,19 +202,19 @@ def _apply(part: nn.Module, run: _Run, init: InitFn) -> nn.Module:
     if run.context is not None:
         run.context.apply(part)
 
-    apply_activation_checkpointing(part, blocks_of(part), config.activations)
-
+    activations = config.activations
     if config.compile.enabled:
         options = {}
         if run.report.fused is not None and run.tp is not None:
             enable_symmetric_memory(run.tp)
             options = micro_pipeline_options(run.report.fused)
+        how: dict[str, Any] = {"split_backward": run.splits_backward, "inductor_options": options}
         # states of layers of transformers are carried outside of a graph
-        whole_graph = spec.cp == 1 and spec.ep == 1 and not run.ring and not getattr(part, "has_state", False)
-        compile_blocks(
-            blocks_of(part), config.compile, config.activations, whole_graph=whole_graph,
-            split_backward=run.splits_backward, inductor_options=options,
-        )  # fmt: skip
+        if spec.cp == 1 and spec.ep == 1 and not run.ring and not getattr(part, "has_state", False):
+            compile_blocks(blocks_of(part), config.compile, activations, whole_graph=True, **how)
+        else:
+            activations = compile_pieces(part, blocks_of(part), config.compile, activations, **how)
+    apply_activation_checkpointing(part, blocks_of(part), activations)
 
     # weights that are read from a folder are not drawn first; adapters are in no folder
     skip = (lambda name: ".lora_" not in name) if config.model.init else None

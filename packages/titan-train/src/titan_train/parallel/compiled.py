@@ -3,16 +3,20 @@
 Also what stands in the way of a step as one CUDA graph (`titan_train.train.graphs`).
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from titan_mesh import Layout
-from torch import nn
+from torch import fx, nn
 from torch._functorch import config as functorch_config
 
 from titan_train.config import ActivationsConfig, CompileConfig, Config
 from titan_train.models.common.moe.balance import moe_layers
+from titan_train.parallel.activations.recompute import keep_costly, recomputed_modules
 from titan_train.task import task_name
 from titan_train.values import did_you_mean
 
@@ -92,25 +96,130 @@ def compile_blocks(
     split_backward: bool = False,
     inductor_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Compile every block.
+    """Compile every block, with the recomputation that is applied inside it, before or after this call.
 
     Args:
         blocks: The model's repeated blocks.
         config: Backend and mode.
         activations: For the memory budget, which is torch.compile's to keep.
-        whole_graph: Fail where a block cannot be captured as one graph, rather than splitting it. Blocks with
-            communication that torch does not trace (context parallelism's exchange, the ring of asynchronous tensor
-            parallelism) or that depends on the data (expert parallelism's routing) cannot.
+        whole_graph: Fail where a block cannot be captured as one graph, rather than splitting it.
         split_backward: Compile each backward as two halves, for a pipeline schedule that runs weight gradients later. A
             backend whose backward cannot be reached keeps it whole; the pipeline reports that as not deferred.
         inductor_options: Settings for these graphs, on top of the mode's.
     """
+    options = _options(config, activations, split_backward=split_backward, inductor_options=inductor_options)
+    for block in blocks:
+        block.compile(**options, fullgraph=whole_graph)
+
+
+def compile_pieces(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    config: CompileConfig,
+    activations: ActivationsConfig,
+    *,
+    split_backward: bool = False,
+    inductor_options: Mapping[str, Any] | None = None,
+) -> ActivationsConfig:
+    """Compile blocks that cannot be captured as one graph, in pieces; before activation checkpointing is applied.
+
+    Such are blocks with communication that torch does not trace (context parallelism's exchange, the ring of asynchronous
+    tensor parallelism) or that depends on the data (expert parallelism's routing). Compiled from outside, a region that is
+    recomputed and cannot be captured runs in Python as a whole, without a word. So it is compiled from inside: a block that
+    is recomputed runs its compiled pieces twice, and the selective policy is applied to each piece, by the compiler. What
+    stands between the pieces keeps what it needs, which is what the policy would keep: attention and exchanges.
+
+    Args:
+        model: The part of the model that holds the blocks, for ``activations.patterns``.
+        blocks: Its repeated blocks.
+        config: Backend and mode.
+        activations: What is recomputed.
+        split_backward: As in `compile_blocks`.
+        inductor_options: As in `compile_blocks`.
+
+    Returns:
+        What is left to be applied of ``activations``.
+    """
+    options = _options(config, activations, split_backward=split_backward, inductor_options=inductor_options)
+    if activations.checkpoint == "selective":
+        options = {"backend": _recompute_each_piece(options, activations.matmul_every)}
+        activations = replace(activations, checkpoint="none")
+    recomputed = recomputed_modules(model, list(blocks), activations)
+    for module in recomputed:
+        module.forward = _compiled_from_python(module.forward, options)
+    for block in blocks:
+        if block not in recomputed:
+            block.compile(**options)
+    return activations
+
+
+def _compiled_from_python(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """``function``, compiled where Python calls it; inside a graph that is being captured it is a part like any other."""
+    compiled = torch.compile(function, **options)
+
+    @functools.wraps(function)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (function if torch.compiler.is_compiling() else compiled)(*args, **kwargs)
+
+    setattr(forward, "compiled_by", options["backend"])  # noqa: B010, for `titan_pipeline.runtime.split_backend`
+    return forward
+
+
+def _recompute_each_piece(options: Mapping[str, Any], matmul_every: int) -> Callable[..., Any]:
+    """A backend that compiles each graph as ``options`` say, as a region of its own that keeps costly results."""
+    backend, context_fn = options["backend"], functools.partial(keep_costly, matmul_every)
+
+    def compile_piece(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        _make_region(graph, context_fn)
+        if not isinstance(backend, str):
+            return backend(graph, inputs)
+        if backend == "inductor":
+            patches = {**_mode_options(options.get("mode", "default")), **options.get("options", {})}
+            return torch._inductor.compile(graph, inputs, options=patches)
+        from torch._dynamo import lookup_backend  # as above
+
+        return lookup_backend(backend)(graph, inputs)
+
+    if not isinstance(backend, str):
+        vars(compile_piece).update(vars(backend))  # what titan-pipeline knows its backend by
+    return compile_piece
+
+
+def _make_region(graph: fx.GraphModule, context_fn: Callable[[], Any]) -> None:
+    """Put all of a graph into one call of the operator that torch.compile turns ``torch.utils.checkpoint`` into; in place."""
+    inner = fx.Graph()
+    inner.output(inner.graph_copy(graph.graph, {}))
+    body = fx.GraphModule(graph, inner)
+    body.meta["_checkpoint_context_fn"] = context_fn
+    outer = graph.graph
+    given = outer.find_nodes(op="placeholder")
+    (output,) = outer.find_nodes(op="output")
+    results = len(output.args[0])
+    for node in reversed(outer.nodes):
+        if node.op != "placeholder":
+            outer.erase_node(node)
+    graph.add_module("region", body)
+    region = outer.call_function(
+        torch.ops.higher_order.tag_activation_checkpoint, (outer.get_attr("region"), *given), {"use_reentrant": False}
+    )
+    outer.output(tuple(outer.call_function(operator.getitem, (region, number)) for number in range(results)))
+    graph.recompile()
+
+
+def _options(
+    config: CompileConfig,
+    activations: ActivationsConfig,
+    *,
+    split_backward: bool,
+    inductor_options: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Arguments of torch.compile."""
     if activations.checkpoint == "budget":
         functorch_config.activation_memory_budget = activations.budget  # read when a block is compiled
     inductor = dict(inductor_options or {})
     if inductor:  # torch.compile takes a mode or options, and a mode is a name for some
         inductor = {**_mode_options(config.mode), **inductor}
-    options: dict[str, Any] = {"backend": config.backend, "fullgraph": whole_graph}
+    options: dict[str, Any] = {"backend": config.backend}
     if split_backward and config.backend in _SPLIT_BACKENDS:
         from titan_pipeline.runtime import split_backend  # takes a while, and `check` reads this module
 
@@ -119,8 +228,7 @@ def compile_blocks(
         options["options"] = inductor
     elif config.mode != "default":
         options["mode"] = config.mode
-    for block in blocks:
-        block.compile(**options)
+    return options
 
 
 def _mode_options(mode: str) -> dict[str, Any]:

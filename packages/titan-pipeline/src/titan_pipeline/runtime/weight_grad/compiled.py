@@ -56,6 +56,8 @@ def split_backend(
 
 def asks_what_is_wanted(compiled: nn.Module) -> bool:
     """Whether a compiled module's backend comes from `split_backend`. False also where torch does not show its backend."""
+    if (backend := compiled_forward(compiled)) is not None:
+        return hasattr(backend, _MARK)
     if hasattr(compiled, "dynamo_ctx"):  # torch.compile(module)
         seen: Any = getattr(compiled.dynamo_ctx, "callback", None)
     else:  # module.compile()
@@ -66,6 +68,14 @@ def asks_what_is_wanted(compiled: nn.Module) -> bool:
     while seen is not None and not hasattr(seen, _MARK):  # wrapper by wrapper, down to the user's backend
         seen = getattr(seen, "compiler_fn", None) or getattr(seen, "_torchdynamo_orig_backend", None)
     return seen is not None
+
+
+def compiled_forward(module: nn.Module) -> Any:
+    """The backend of a module whose ``forward`` alone is compiled, below its hooks or inside a recomputed region.
+
+    Such a function, in the place of the class's own, says so by an attribute ``compiled_by``, as its wrappers do.
+    """
+    return getattr(module.__dict__.get("forward"), "compiled_by", None)
 
 
 def _inductor(

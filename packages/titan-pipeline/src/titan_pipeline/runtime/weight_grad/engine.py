@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titan_pipeline.runtime.weight_grad.compiled import asks_what_is_wanted
+from titan_pipeline.runtime.weight_grad.compiled import asks_what_is_wanted, compiled_forward
 from titan_pipeline.runtime.weight_grad.functions import COMPILED, FunctionSplit
 from titan_pipeline.runtime.weight_grad.generic import SplitMode, contracting_parameters, split_forward
 from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Rule, WeightGradQueue
@@ -202,7 +202,8 @@ def original_type(module: nn.Module) -> type[nn.Module]:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether the module went through ``torch.compile`` (a wrapper) or ``Module.compile`` (in place)."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    called = getattr(module, "_compiled_call_impl", None)
+    return hasattr(module, "_orig_mod") or called is not None or compiled_forward(module) is not None
 
 
 def _alone(compute: Callable[..., Tensor], given: tuple[Any, ...]) -> tuple[Tensor]:

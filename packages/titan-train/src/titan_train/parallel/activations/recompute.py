@@ -62,7 +62,7 @@ def apply_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], co
         config: What to do.
     """
     tile_token_wise(model, config)
-    context_fn = functools.partial(_keep_costly, config.matmul_every) if config.checkpoint == "selective" else None
+    context_fn = functools.partial(keep_costly, config.matmul_every) if config.checkpoint == "selective" else None
     for module in recomputed_modules(model, blocks, config):
         _recompute(module, context_fn)
     if config.offload:
@@ -89,8 +89,8 @@ def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None) -> None:
     module.forward = forward
 
 
-def _keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of one region: forward keeps the costly results, recomputation reads them back."""
+def keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What torch's checkpoint takes as ``context_fn``: forward keeps the costly results, recomputation reads them back."""
     if torch.compiler.is_compiling():  # the compiler reads the policy from torch's own classes
         policies = {False: SelectivePolicy(matmul_every), True: SelectivePolicy(matmul_every)}
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from titan_train.config import CompileConfig, Config
 from titan_train.models import count_parameters
 from titan_train.models.build import build_model
+from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.registry import find_model, is_shipped
@@ -308,6 +309,8 @@ class RankProgram:
                 sequence_parallel=parallel.sequence_parallel,
                 replicate_kv=parallel.replicate_kv,
             )
+        if running:  # the counts of experts must be where the rows are before a block is compiled
+            part.register_forward_pre_hook(_count_beside_rows)
         if head is not None:
             depth = len(mtp_of(part) or ())
             rows, seq_len = self.batch.microbatch, self.config.model.seq_len // self.layout.spec.cp
@@ -370,6 +373,11 @@ def _kind_of(block: nn.Module) -> Any:
 
 def _positions(seq_len: int, hidden: Tensor) -> Tensor:
     return torch.arange(seq_len, device=hidden.device).unsqueeze(0)
+
+
+def _count_beside_rows(part: nn.Module, args: tuple[Tensor, ...]) -> None:
+    for _, layer in moe_layers(part):
+        layer.count_on(args[0].device)
 
 
 def _loss(output: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class MoE(nn.Module):
         """The ranks that hold parts of the same rows (context and sequence parallelism)."""
         self.aux_scale = 0.0
         """What the gradient of a row's auxiliary losses is multiplied by; 0, until `set_aux_scale` sets it, is none."""
-        self._start_counting(self.router.gate.weight.device)
+        self.count_on(self.router.gate.weight.device)
 
     def reset_parameters(self) -> None:
         """Start the expert bias at zero; the parameters belong to the submodules."""
@@ -68,7 +68,7 @@ class MoE(nn.Module):
         # where parameters are offloaded to the host, what is not a parameter is there too
         bias = None if self.expert_bias is None else self.expert_bias.to(x.device)
         if self.load.device != x.device:
-            self._start_counting(x.device)
+            self.count_on(x.device)
         routing: Routing = self.router(tokens, bias)
         by_row = count_choices(routing.experts, x.shape[0], self.args.num_experts)
         observed = self.training and torch.is_grad_enabled()
@@ -108,10 +108,11 @@ class MoE(nn.Module):
         super()._apply(fn, recurse)
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
             self.expert_bias = bias.to(self.expert_bias.device)
-        self._start_counting(self.router.gate.weight.device)
+        self.count_on(self.router.gate.weight.device)
         return self
 
-    def _start_counting(self, device: torch.device) -> None:
+    def count_on(self, device: torch.device) -> None:
+        """Start counting anew on ``device``, where the rows are; forward does it by itself, at the price of a graph break."""
         # Not buffers: DistributedDataParallel would overwrite every rank's counts with those of rank 0.
         self.load = torch.zeros(self.args.num_experts, dtype=torch.int64, device=device)
         self.losses = torch.zeros(3, device=device)
