@@ -67,6 +67,13 @@ FOLDERS: dict[str, dict[str, Any]] = {
                                        "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}},
     "gemma4_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16,
                     "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 0},
+    "gemma3n_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+                     "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "altup_num_inputs": 2, "laurel_rank": 8,
+                     "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0], "tie_word_embeddings": True},
+    "mistral4": _LATENT | {"first_k_dense_replace": 1,
+                           "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0,
+                                               "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                               "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}},
     "ernie4_5": {"tie_word_embeddings": True},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1,
                      "moe_layer_start_index": 1},
@@ -85,6 +92,10 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "biogpt": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0},
     # states and convolutions run over the end of a document
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 8},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
+              "mamba_chunk_size": 8},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
+                  "mamba_chunk_size": 8},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8},
     "jamba": {"mamba_dt_rank": 4, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_offset": 1, "attn_layer_period": 2,
               "use_mamba_kernels": False},
@@ -101,12 +112,14 @@ SHARP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_
 
 def make(folder: Path, kind: str, *, vocab_size: int = 96, seed: int = 0, **changes: Any) -> Path:
     """Write a folder with transformers' own ``save_pretrained``."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     base = {key: value for key, value in _BASE.items() if "kv_lora_rank" not in FOLDERS[kind] or key != "head_dim"}
     config = CONFIG_MAPPING[kind](**base | FOLDERS[kind] | {"vocab_size": vocab_size} | changes)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # where transformers has this decoder, which sees nothing
+    maker = AutoModelForImageTextToText if kind == "mistral4" else AutoModelForCausalLM
+    model = maker.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         share = 0.5 if kind in SHARP else 1.0
         for parameter in model.parameters():

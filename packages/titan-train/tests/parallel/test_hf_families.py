@@ -21,6 +21,7 @@ LAYOUTS = {
     "compiled tp": (2, {"parallel": {"tp": 2}, "compile": {"enabled": True, "backend": "aot_eager"}}),
     "ep tp": (4, {"parallel": {"ep": 2, "tp": 2}}),
     "cp pp": (4, {"parallel": {"cp": 2, "pp": 2}, "pipeline": {"schedule": "1f1b"}}),
+    "cp tp without sp": (4, {"parallel": {"cp": 2, "tp": 2, "sequence_parallel": False}}),
     "cp tp": (4, {"parallel": {"cp": 2, "tp": 2}}),
 }
 HYBRID = (
@@ -34,16 +35,31 @@ HYBRID = (
 )
 ROUTED = (
     "gpt_oss", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v32", "minimax_m2", "ernie4_5_moe",
-    "hunyuan_v1_moe",
+    "hunyuan_v1_moe", "mistral4",
 )  # fmt: skip
-DENSE = ("olmo3", "llama4_text", "ministral", "ministral3", "gemma4_text", "ernie4_5", "hunyuan_v1_dense")
+DENSE = (
+    "gemma3n_text",
+    "olmo3",
+    "llama4_text",
+    "ministral",
+    "ministral3",
+    "gemma4_text",
+    "ernie4_5",
+    "hunyuan_v1_dense",
+)
 WITHOUT_EXPERTS = (*DENSE, "qwen3_5_text", "olmo_hybrid")
 WITHOUT_CP = ("glm_moe_dsa", "deepseek_v32")
 KINDS = (*HYBRID, *ROUTED, *DENSE)
+WITHOUT_SP = WITHOUT_PP = ("gemma3n_text",)
 DEFAULT = [("cp", ("gpt_oss", "qwen3_next")), ("pp zbv", ("gemma4_text",)), ("tp", ("glm_moe_dsa",))]
 
 
 def works(kind, layout):
+    words = layout.split()
+    if kind in WITHOUT_SP and "tp" in words and "without" not in words:
+        return False
+    if kind in WITHOUT_PP and "pp" in words:
+        return False
     return not ("ep" in layout and kind in WITHOUT_EXPERTS) and not ("cp" in layout and kind in WITHOUT_CP)
 
 

@@ -171,7 +171,13 @@ def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
             "linears (tp), its attention (cp), its layers and ends (pp) and its experts (ep)."
         )
     for axis, reason in traits.plan.lacks.items() if traits.plan is not None else ():
-        if getattr(spec, axis) > 1:
+        if axis == "sp":
+            if spec.tp > 1 and config.parallel.sequence_parallel:
+                raise ValueError(
+                    f"parallel.sequence_parallel=true: the family {kind!r} of transformers has no sequence parallelism here: "
+                    f"{reason}. Set parallel.sequence_parallel=false."
+                )
+        elif getattr(spec, axis) > 1:
             raise ValueError(
                 f"parallel.{axis}={getattr(spec, axis)}: the family {kind!r} of transformers has no {axis} here: {reason}. Set "
                 f"parallel.{axis}=1."

@@ -57,8 +57,6 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
     Raises:
         ValueError: transformers cannot build it as a causal decoder.
     """
-    from transformers import AutoModelForCausalLM
-
     from titan_train.models.hf.attention import NAME
     from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplannedDecoder, class_with
 
@@ -71,7 +69,7 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
     plan = hf_plans().get(kind)
     implementation = {"attn_implementation": NAME} if plan is not None and not plan.own_attention else {}
     try:
-        model: Any = AutoModelForCausalLM.from_config(
+        model: Any = _maker_of(config).from_config(
             config, trust_remote_code=False, dtype=torch.float32, **implementation
         )
     except Exception as err:  # a family's own code may raise anything
@@ -90,6 +88,18 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
         model.takes_positions = takes_positions
         _swap_unplanned_experts(model, kind)
     return model
+
+
+def _maker_of(config: Any) -> Any:
+    """What makes a decoder of a configuration: transformers has some (Mistral 4) only in its table of models that see."""
+    import transformers
+
+    listed: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    seeing: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kind = type(config)
+    if kind not in listed and kind in seeing and seeing[kind].__name__.endswith("ForCausalLM"):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def _config(name: str, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

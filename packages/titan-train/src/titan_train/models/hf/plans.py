@@ -25,7 +25,7 @@ from typing import Any, Literal
 from titan_train.models.common.tensor_styles import Style, StyleTable
 
 Count = Literal["query", "key_value", "ffn"]
-Axis = Literal["tp", "cp", "pp", "ep"]
+Axis = Literal["tp", "sp", "cp", "pp", "ep"]
 STACKED = "stacked"
 ENTRY_POINT_GROUP = "titan_train.hf_plans"
 _logger = logging.getLogger(__name__)
@@ -162,6 +162,18 @@ _GEMMA4: StyleTable = {
     "model.embed_tokens_per_layer": "embedding",
     "model.per_layer_*": "replicated",
 }
+_GEMMA3N: StyleTable = {
+    **{
+        name: style
+        for name, style in _decoder({**_QKV, "[qkv]_norm": "replicated"}).items()
+        if ".mlp" not in name  # whole: it keeps what stands out of all of a token's channels
+    },
+    **{f"model.layers.*.{name}": "replicated" for name in ("mlp", "altup", "laurel", "per_layer_*")},
+    "model.layers.*.post_per_layer_input_norm": "replicated",
+    "model.embed_tokens_per_layer": "embedding",
+    "model.per_layer_*": "replicated",
+    "model.altup_*": "replicated",
+}
 _NEMOTRON_H: StyleTable = {
     "model.embeddings": "embedding",
     "model.layers.*.norm": "replicated",
@@ -270,6 +282,14 @@ HF_PLANS: Mapping[str, HFPlan] = {
     "ministral": _LLAMA,
     "ministral3": _LLAMA,
     "gemma4_text": HFPlan(styles=_GEMMA4, lacks={"ep": "its experts stand beside a dense feed-forward of the same layer"}),
+    "gemma3n_text": HFPlan(
+        styles=_GEMMA3N, feed_forward="",
+        lacks={
+            "sp": "it looks up each token a second time, for all of its layers",
+            "pp": "its layers hand on several streams, and take in what the embedding of the first stage gives for each of them",
+        },
+    ),
+    "mistral4": replace(_DEEPSEEK, experts=STACKED),
     "ernie4_5": _LLAMA,
     "ernie4_5_moe": HFPlan(
         styles={**_decoder(_QKV, **_ROUTED), **_SHARED}, experts=_EACH_EXPERT,
