@@ -20,7 +20,9 @@ from titan_train.card.subject import VOCABULARY, cut_small
 from titan_train.config import parse_config
 
 NEEDED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "bert": {"is_decoder": True},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8, "topk_group": None, "n_group": None},

@@ -1,9 +1,8 @@
 """Text and tokens from any model of a run.
 
 `run` loads a run's model and tokenizer; `decode` turns prompts into a stream of token ids; `sampling` chooses each token;
-`cache` is the key-value cache; `draft` takes several tokens a forward; `text` turns tokens into text, with stop words and
-conversations;
-`tensor` cuts a model over ranks.
+`cache` is the key-value cache, `own_cache` that of a model of transformers with more than plain attention; `draft` takes
+several tokens a forward; `text` turns tokens into text, with stop words and conversations; `tensor` cuts a model over ranks.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
 """Generate tokens from a model, row by row of a batch, as a stream.
 
 Prefill: one forward over all prompts, padded on the right to the longest. Decode: one token of each row a step, each
-row at its own position. A model without support for the key-value cache runs the whole sequence again at each step,
-which gives the same tokens at a higher cost.
+row at its own position. A model of transformers with windows, sinks or states keeps a cache by itself (`own_cache`). One
+without either runs the whole sequence again at each step, which gives the same tokens at a higher cost.
 
 Shapes: B rows, P longest prompt, V vocabulary.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from titan_train.generation.cache import CacheLength, kv_cache, supports_cache
 from titan_train.generation.draft import DraftCount, drafted_tokens
+from titan_train.generation.own_cache import keeps_own_cache, own_cache_logits
 from titan_train.generation.sampling import Sampling, choose_tokens
 from titan_train.models import unwrap
 from titan_train.models.common.mtp import mtp_of
@@ -93,7 +94,7 @@ def stream(model: nn.Module, prompts: Sequence[Sequence[int]], **options: Any) -
     if how.seeds is None:
         how = replace(how, seeds=range(len(prompts)))
     if how.use_cache is None:
-        how = replace(how, use_cache=supports_cache(model))
+        how = replace(how, use_cache=supports_cache(model) or (how.multiple_of == 1 and keeps_own_cache(model)))
     _check(model, prompts, how)
     return _stream(model, prompts, how)
 
@@ -123,6 +124,8 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
             return
         if own is not None:
             next_logits = own()
+        elif how.use_cache and not supports_cache(model):
+            next_logits = restore.enter_context(own_cache_logits(unwrap(model), prompts))
         elif how.use_cache:
             in_use = restore.enter_context(kv_cache(model, total))
             next_logits = _CachedLogits(in_use, [len(prompt) for prompt in prompts], how.compiled, how.multiple_of)
@@ -250,14 +253,18 @@ def _check(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) ->
             raise ValueError(f"prompt {row} is empty: a model continues something; start it with the BOS token.")
     if how.seeds is not None and len(how.seeds) != len(prompts):
         raise ValueError(f"{len(how.seeds)} seeds for {len(prompts)} prompts: give one for each row.")
-    if how.use_cache and not supports_cache(model):
+    supported = supports_cache(model)
+    if how.use_cache and not supported and (how.multiple_of > 1 or not keeps_own_cache(model)):
         raise ValueError(
             f"{type(unwrap(model)).__name__} does not support the key-value cache: its forward must take positions, "
             "its tokens must meet only in titan_train.models.CausalAttention, and it must say so by "
             "supports_kv_cache = True. Pass use_cache=None to run without."
         )
-    if how.compiled and not how.use_cache:
-        raise ValueError("compiled=True needs the key-value cache, whose step has a fixed shape. Leave use_cache=None.")
+    if how.compiled and not (how.use_cache and supported):
+        raise ValueError(
+            "compiled=True needs the key-value cache, whose step has a fixed shape. Leave use_cache=None, and compiled=False for "
+            "a model that keeps another cache or none."
+        )
     if how.draft is not None:
         _check_draft(model, how)
     given = max(len(prompt) for prompt in prompts)

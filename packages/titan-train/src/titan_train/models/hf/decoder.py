@@ -8,6 +8,7 @@ all others.
 import copy
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -50,6 +51,29 @@ class HFModel(nn.Module):
         """Fill what transformers' own methods would fill wrongly; False for what they fill."""
         return self.lora is not None and fill_adapter(fqn, tensor, generator)
 
+    def new_cache(self) -> Any:
+        """An empty cache of transformers' for rows of one length; None where generation goes without, or with its own."""
+        from titan_train.models.hf.cache import new_cache
+
+        return new_cache(self) if self.needs_own_cache else None
+
+    @property
+    def needs_own_cache(self) -> bool:
+        """Whether generation keeps transformers' cache rather than the keys and values of plain attention."""
+        return False
+
+    def own_code(self) -> AbstractContextManager[None]:
+        """See `titan_train.models.hf.cache`."""
+        from titan_train.models.hf.cache import own_code
+
+        return own_code(self)
+
+    def next_logits(self, tokens: Tensor, cache: Any) -> Tensor:
+        """See `titan_train.models.hf.cache.forward_with`."""
+        from titan_train.models.hf.cache import forward_with
+
+        return forward_with(self, tokens, cache)
+
     @property
     def args(self) -> HFModelArgs:
         """What describes the model."""
@@ -76,6 +100,13 @@ class UnplannedDecoder(HFModel):
     """Whether its own forward does."""
     takes_masks = False
     """Whether it is given masks of the documents, as its own code makes none from positions. See `probe`."""
+
+    @property
+    def needs_own_cache(self) -> bool:
+        """Where layers keep a state: every token of the row would be computed again for the next one."""
+        from titan_train.models.hf.cache import keeps_states
+
+        return keeps_states(self.config)
 
     def forward(self, tokens: Tensor, *, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """Logits of every next token; arguments as `titan_train.models.common.decoder.Decoder.forward`."""
@@ -131,8 +162,15 @@ class HFDecoder(HFModel):
 
     @property
     def supports_kv_cache(self) -> bool:
-        """Generation's cache sees all earlier positions and nothing else, so windows, states and sinks rule it out."""
+        """Generation's cache of keys and values sees all earlier positions and nothing else, so windows, states and sinks take
+        transformers' instead.
+        """
         return not (self.windows or self.has_state or self.has_sinks or self.plan.own_attention)
+
+    @property
+    def needs_own_cache(self) -> bool:
+        """What the keys and values of plain attention are not enough for."""
+        return not self.supports_kv_cache
 
     @property
     def loss_head(self) -> str | None:

@@ -1,0 +1,116 @@
+"""Generation with transformers' own cache: one token a forward, and the text of transformers' ``generate``."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import titan_fsdp as fsdp
+import torch
+from titan_ckpt import import_hf
+from titan_train.config.model import ModelConfig
+from titan_train.generation.decode import generate
+from titan_train.models import build_model, init_for
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+import hf_folders
+
+PLANNED = [
+    "qwen3_next",
+    "nemotron_h",
+    "granitemoehybrid",
+    "kimi_linear",
+    "olmo_hybrid",
+    "gpt_oss",
+    "gemma3_text",
+    "deepseek_v32",
+]
+UNPLANNED = ["bamba", "falcon_h1", "mamba2", "jamba", "lfm2"]
+QUICK = ("granitemoehybrid", "gpt_oss", "bamba")
+NEW = 6
+
+
+def by_speed(kinds: list[str]) -> list[Any]:
+    return [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+
+
+def build(folder: Path) -> Any:
+    model: Any = build_model(ModelConfig(name=f"hf:{folder}", seq_len=32), vocab_size=96)
+    fsdp.materialize(model, "cpu", init_for(model), seed=3)
+    import_hf(folder, model, names=model.own_family.load_hf().key_map)
+    return model.eval()
+
+
+def prompts(lengths: list[int]) -> list[list[int]]:
+    make = torch.Generator().manual_seed(4)
+    return [torch.randint(3, 90, (length,), generator=make).tolist() for length in lengths]
+
+
+def theirs(folder: Path, prompt: list[int]) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([prompt])
+    found: Any = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return found[0, len(prompt) :].tolist()
+
+
+class Forwards:
+    """Tokens of each forward of a model's layers."""
+
+    def __init__(self, model: Any) -> None:
+        self.tokens: list[int] = []
+        self._handle = model.repeated_layers()[0].register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: Any, args: Any, keywords: Any) -> None:
+        self.tokens.append((args[0] if args else keywords["hidden_states"]).shape[1])
+
+
+@pytest.mark.parametrize("kind", by_speed(PLANNED + UNPLANNED))
+def test_a_token_takes_one_forward_and_the_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    folder = hf_folders.make(tmp_path / kind, kind)
+    model, given = build(folder), prompts([9, 9, 4])
+    seen = Forwards(model)
+    found = generate(model, given, max_new_tokens=NEW)
+    assert sorted(seen.tokens, reverse=True) == [9, 4, *[1] * (2 * (NEW - 1))], "two lengths, so two forwards a token"
+    assert found == [theirs(folder, prompt) for prompt in given]
+    assert found == generate(model, given, max_new_tokens=NEW, use_cache=False)
+
+
+def test_a_model_without_attention_layers_counts_its_tokens_itself(tmp_path: Path) -> None:
+    """transformers' generate cannot: its cache knows no length where no layer has keys."""
+    folder = hf_folders.make(tmp_path / "states", "bamba", attn_layer_indices=[])
+    model, given = build(folder), prompts([7])
+    with pytest.raises(ValueError, match="LinearAttention layers"):
+        theirs(folder, given[0])
+    seen = Forwards(model)
+    found = generate(model, given, max_new_tokens=NEW)
+    assert seen.tokens == [7, *[1] * (NEW - 1)]
+    assert found == generate(model, given, max_new_tokens=NEW, use_cache=False)
+
+
+def test_a_family_with_a_cache_of_its_own_kind_goes_without(tmp_path: Path) -> None:
+    folder = hf_folders.make(tmp_path / "minimax", "minimax")
+    model, (given,) = build(folder), prompts([5])
+    seen = Forwards(model)
+    assert generate(model, [given], max_new_tokens=2) == [theirs(folder, given)[:2]]
+    assert seen.tokens == [5, 6]
+
+
+def test_training_goes_on_with_the_code_from_here(tmp_path: Path) -> None:
+    folder = hf_folders.make(tmp_path / "granite", "granitemoehybrid")
+    model = build(folder)
+    row = torch.tensor(prompts([24]))
+    bounds = torch.tensor([[0, 5, 6, 24]], dtype=torch.int32)
+    before = model(row, cu_seqlens=bounds)
+    generate(model, prompts([5]), max_new_tokens=2)
+    assert torch.equal(model(row, cu_seqlens=bounds), before)
+
+
+def test_a_compiled_step_is_refused(tmp_path: Path) -> None:
+    model = build(hf_folders.make(tmp_path / "granite", "granitemoehybrid"))
+    with pytest.raises(ValueError, match="compiled=False for a model that keeps another cache"):
+        generate(model, prompts([5]), max_new_tokens=2, compiled=True)
