@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 from titan_cp import backends, explain_state, linear_attention, local_linear_attention, plan
-from titan_cp.backends import BACKENDS, Kernel, Request, choose_kernel, kernel_choices, select
+from titan_cp.backends import BACKENDS, Request, TrialKernel, choose_kernel, kernel_choices, select
 from titan_cp.backends.cpu_flash import CpuFlash
 from titan_cp.state import kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -274,13 +274,15 @@ def test_the_first_equal_candidate_is_taken_and_the_rest_are_not_tried():
         return {"the output": torch.tensor([run])}
 
     given = [
-        Kernel("far", 2.0),
-        Kernel("cannot", 0.0, "needs another device"),
-        Kernel("near", 1.00001),
-        Kernel("last", 1.0),
+        TrialKernel("far", 2.0),
+        TrialKernel("cannot", 0.0, "needs another device"),
+        TrialKernel("near", 1.00001),
+        TrialKernel("last", 1.0),
     ]
     for _ in range(2):
-        chosen = choose_kernel(("sum",), given, Kernel("torch", 1.0), trial, like=torch.zeros(1), dtype=torch.float32)
+        chosen = choose_kernel(
+            ("sum",), given, TrialKernel("torch", 1.0), trial, like=torch.zeros(1), dtype=torch.float32
+        )
         assert chosen.name == "near"
     assert tried == [1.0, 2.0, 1.00001]
     (choice,) = kernel_choices()

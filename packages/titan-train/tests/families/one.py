@@ -137,7 +137,6 @@ def stages(folder: Path, source: Path) -> str:
 
 def step(folder: Path, source: Path, *, masked: bool) -> str:
     """A step of the trainer is a plain loop over transformers' model: loss, and every weight after it."""
-    import torch.nn.functional as F
     from titan_train.train import Trainer
     from titan_train.train.step import OptimizerStep
 
@@ -155,25 +154,49 @@ def step(folder: Path, source: Path, *, masked: bool) -> str:
             losses = list(trainer.losses)
     finally:
         OptimizerStep._forward_backward = own
-    model = _theirs(source).train()
-    labels = sum(int((batch.labels >= 0).sum()) for batch in seen)
-    total = 0.0
-    for batch in seen:
-        for row in range(len(batch.tokens)):
-            bounds = [0, batch.tokens.shape[1]] if batch.cu_seqlens is None else batch.cu_seqlens[row].tolist()
-            for a, b in pairwise(bounds):
-                if a < b:
-                    logits = model(batch.tokens[row : row + 1, a:b], use_cache=False).logits[0].float()
-                    loss = F.cross_entropy(logits, batch.labels[row, a:b], ignore_index=-100, reduction="sum") / labels
-                    loss.backward()
-                    total += float(loss.detach())
+    documents = [
+        (batch.tokens[row, a:b], batch.labels[row, a:b])
+        for batch in seen
+        for row in range(len(batch.tokens))
+        for a, b in pairwise([0, batch.tokens.shape[1]] if batch.cu_seqlens is None else batch.cu_seqlens[row].tolist())
+        if a < b
+    ]
+    torch.save(documents, folder / "documents.pt")
+    model = _theirs(source)
+    total = _plain_step(model, documents)
+    assert abs(total - losses[0]) <= 2e-5 * max(1.0, abs(total)), f"loss {losses[0]} here, {total} there"
+    model.save_pretrained(folder / "stepped")
+    return "equal"
+
+
+def _plain_step(model: Any, documents: list[tuple[Tensor, Tensor]]) -> float:
+    """Their loss and a step of SGD from it, a document at a time."""
+    import torch.nn.functional as F
+
+    model.train()
+    number, total = sum(int((labels >= 0).sum()) for _, labels in documents), 0.0
+    for tokens, labels in documents:
+        logits = model(tokens[None], use_cache=False).logits[0]
+        logits = logits.float() if logits.dtype != torch.float64 else logits
+        loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / number
+        loss.backward()
+        total += float(loss.detach())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter -= 0.1 * parameter.grad
-    assert abs(total - losses[0]) <= 2e-5 * max(1.0, abs(total)), f"loss {losses[0]} here, {total} there"
-    model.save_pretrained(folder / "stepped")
-    return "equal"
+    return total
+
+
+def _rounding(folder: Path) -> dict[str, float]:
+    """By tensor, how far that step of transformers in float32 is from the same in float64, of the largest value."""
+    from safetensors.torch import load_file
+
+    model = _theirs(folder / "published").double()
+    _plain_step(model, torch.load(folder / "documents.pt"))
+    model.save_pretrained(folder / "stepped64")
+    narrow, wide = (load_file(folder / name / "model.safetensors") for name in ("stepped", "stepped64"))
+    return {name: float((narrow[name].double() - x.double()).abs().max() / x.abs().max()) for name, x in wide.items()}
 
 
 def files(model: Any, folder: Path) -> str:
@@ -191,11 +214,16 @@ def files(model: Any, folder: Path) -> str:
     _theirs(out).save_pretrained(folder / "again")
     ours, again, stepped = (load_file(folder / name / "model.safetensors") for name in ("out", "again", "stepped"))
     assert ours.keys() == stepped.keys(), f"names differ: {sorted(ours.keys() ^ stepped.keys())[:4]}"
+    rounding: dict[str, float] = {}
     for name, value in stepped.items():
         assert torch.equal(ours[name], again[name]), f"{name} is not bitwise the same"
         scale = float(value.float().abs().max().clamp_min(1e-3))
         off = float((ours[name].float() - value.float()).abs().max()) / scale
-        assert off <= CLOSE, f"{name} differs by {off:.1g} after one step"
+        if (
+            off > CLOSE
+        ):  # no further than 3 times what their own step in float32 is from float64: gemma3n's sparse activations
+            rounding = rounding or _rounding(folder)
+            assert off <= 3 * rounding[name], f"{name} differs by {off:.1g} after one step"
     return "equal"
 
 

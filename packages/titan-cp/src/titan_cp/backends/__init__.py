@@ -7,17 +7,17 @@ calls of attention and of layers with a state.
 
 from titan_cp.backends.backend import Backend, Grads, Request, Saved
 from titan_cp.backends.registry import BACKENDS, Choice, explain, select
-from titan_cp.backends.trial import Kernel, KernelChoice, choose_kernel, forget_choices, kernel_choices
+from titan_cp.backends.trial import KernelChoice, TrialKernel, choose_kernel, forget_choices, kernel_choices
 
 __all__ = [
     "BACKENDS",
     "Backend",
     "Choice",
     "Grads",
-    "Kernel",
     "KernelChoice",
     "Request",
     "Saved",
+    "TrialKernel",
     "choose_kernel",
     "explain",
     "forget_choices",

@@ -12,7 +12,7 @@ from titan_cp.backends.cpu_flash import CpuFlash
 from titan_cp.backends.cuda_dense import CudaCudnn, CudaEfficient, CudaFlash
 from titan_cp.backends.cuda_varlen import CudaVarlenFlash
 from titan_cp.backends.naive import Naive
-from titan_cp.backends.trial import Case, Kernel, choice_of, choose_kernel
+from titan_cp.backends.trial import Case, TrialKernel, choice_of, choose_kernel
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.tiles import plan_tiles
 
@@ -81,11 +81,11 @@ def explain(
 
 def _tried(request: Request, like: Tensor) -> Backend:
     kernels = [
-        Kernel(name, backend, backend.why_not(request) or backend.why_not_first(request))
+        TrialKernel(name, backend, backend.why_not(request) or backend.why_not_first(request))
         for name, backend in BACKENDS.items()
         if name != "naive"
     ]
-    reference = Kernel("naive", BACKENDS["naive"])
+    reference = TrialKernel("naive", BACKENDS["naive"])
     untried = next((kernel for kernel in kernels if kernel.problem is None), reference)
     trial = partial(_trial, request)
     return choose_kernel(_case(request), kernels, reference, trial, like=like, dtype=request.dtype, untried=untried).run

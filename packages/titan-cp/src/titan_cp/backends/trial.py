@@ -40,7 +40,7 @@ _REFUSED = "not used"
 
 
 @dataclass(frozen=True)
-class Kernel:
+class TrialKernel:
     """A candidate for an operation."""
 
     name: str
@@ -55,7 +55,7 @@ class KernelChoice:
     """What runs in a case, and why the others do not."""
 
     case: Case
-    used: Kernel
+    used: TrialKernel
     reasons: Mapping[str, str]
     """By candidate: that it is used, why it cannot run, or by how much it differs."""
 
@@ -74,14 +74,14 @@ _CHOICES: dict[Case, KernelChoice] = {}
 
 def choose_kernel(
     case: Case,
-    kernels: Sequence[Kernel],
-    reference: Kernel,
+    kernels: Sequence[TrialKernel],
+    reference: TrialKernel,
     trial: Callable[[Any], Mapping[str, Tensor]],
     *,
     like: Tensor,
     dtype: torch.dtype,
-    untried: Kernel | None = None,
-) -> Kernel:
+    untried: TrialKernel | None = None,
+) -> TrialKernel:
     """The kernel of a case: the first that equals the reference, tried at the first call.
 
     Args:
@@ -135,14 +135,14 @@ def _can_try(like: Tensor) -> bool:
 
 def _try_all(
     case: Case,
-    kernels: Sequence[Kernel],
-    reference: Kernel,
+    kernels: Sequence[TrialKernel],
+    reference: TrialKernel,
     trial: Callable[[Any], Mapping[str, Tensor]],
     device: torch.device,
     limit: float,
 ) -> KernelChoice:
     reasons: dict[str, str] = {}
-    used: Kernel | None = None
+    used: TrialKernel | None = None
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.enable_grad():
         expected = trial(reference.run)
         for kernel in kernels:
@@ -164,7 +164,7 @@ def _try_all(
 
 
 def _difference(
-    kernel: Kernel, trial: Callable[[Any], Mapping[str, Tensor]], expected: Mapping[str, Tensor], limit: float
+    kernel: TrialKernel, trial: Callable[[Any], Mapping[str, Tensor]], expected: Mapping[str, Tensor], limit: float
 ) -> str | None:
     """What is wrong with a kernel, or None."""
     try:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_cp.backends.trial import Kernel, choose_kernel
+from titan_cp.backends.trial import TrialKernel, choose_kernel
 
 SHORTEST = 64
 """Tokens of a row from which a kernel is tried: below, one chunk of plain products does it."""
@@ -67,16 +67,16 @@ def choose_state_kernel(
         kind, str(v.device), "/".join(dtypes if len(set(dtypes)) > 1 else dtypes[:1]), f"{q.shape[-1]} × {v.shape[-1]}",
         f"{v.shape[1] // q.shape[1]} heads per key", "packed" if packed else "whole rows",
     )  # fmt: skip
-    torch_form = Kernel("torch", reference)
+    torch_form = TrialKernel("torch", reference)
     trial = partial(_trial, given, packed)
     used = choose_kernel(case, candidates(kind, v.device, v.dtype), torch_form, trial, like=v, dtype=v.dtype)
     return None if used.name == torch_form.name else used.run
 
 
-def candidates(kind: str, device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+def candidates(kind: str, device: torch.device, dtype: torch.dtype) -> list[TrialKernel]:
     """The kernels of a kind of layer, for values of a dtype on a device."""
     published = _FLA[kind]
-    return [Kernel(f"fla's {published.function}", partial(_run_fla, published), _problem(device, dtype))]
+    return [TrialKernel(f"fla's {published.function}", partial(_run_fla, published), _problem(device, dtype))]
 
 
 def _problem(device: torch.device, dtype: torch.dtype) -> str | None:

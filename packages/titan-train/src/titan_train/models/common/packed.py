@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from titan_cp.backends import Kernel, choose_kernel
+from titan_cp.backends import TrialKernel, choose_kernel
 from torch import Tensor
 
 _CAUSAL_FROM_TOP_LEFT, _FULL = 1, 0
@@ -97,12 +97,12 @@ def flash_problem(q: Tensor, v: Tensor) -> str | None:
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, untried: "_Packed") -> "_Packed":
     kernels = [
-        Kernel("torch's varlen_attn", _flash, flash_problem(q, v)), Kernel("memory-efficient attention", _efficient)
+        TrialKernel("torch's varlen_attn", _flash, flash_problem(q, v)), TrialKernel("memory-efficient attention", _efficient)
     ]  # fmt: skip
     case = ("packed attention", *describe(q, k, v), "causal" if causal else "full")
     chosen = choose_kernel(
-        case, kernels, Kernel("torch", plain_attention), functools.partial(_trial, (q, k, v), causal), like=q,
-        dtype=q.dtype, untried=Kernel("untried", untried),
+        case, kernels, TrialKernel("torch", plain_attention), functools.partial(_trial, (q, k, v), causal), like=q,
+        dtype=q.dtype, untried=TrialKernel("untried", untried),
     )  # fmt: skip
     return chosen.run
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, cast
 
 import torch
-from titan_cp.backends import Kernel, choose_kernel
+from titan_cp.backends import TrialKernel, choose_kernel
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -70,15 +70,15 @@ def _with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | No
     return attend(q, k, v, mask).transpose(1, 2)
 
 
-def _choose(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Kernel:
+def _choose(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> TrialKernel:
     without_sinks = "has no sinks" if sinks is not None else None
     kernels = [
-        Kernel("torch's varlen_attn", _flash, flash_problem(q, v) or without_sinks),
-        Kernel("flex_attention", _flex, None if q.is_cuda else "has no backward on the CPU"),
+        TrialKernel("torch's varlen_attn", _flash, flash_problem(q, v) or without_sinks),
+        TrialKernel("flex_attention", _flex, None if q.is_cuda else "has no backward on the CPU"),
     ]
     case = ("windowed attention", *describe(q, k, v), "no sinks" if sinks is None else "sinks")
     trial = functools.partial(_trial, (q, k, v), sinks)
-    return choose_kernel(case, kernels, Kernel("torch", _plain), trial, like=q, dtype=q.dtype)
+    return choose_kernel(case, kernels, TrialKernel("torch", _plain), trial, like=q, dtype=q.dtype)
 
 
 def _trial(like: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, run: _Windowed) -> dict[str, Tensor]:
