@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from titan_train.generation.cache import CacheLength
 from titan_train.models import unwrap
 from titan_train.models.common.mtp import MTPModules, mtp_of
+from titan_train.models.traits import traits_of
 
 
 @dataclass(slots=True)
@@ -113,8 +114,13 @@ def _head_at(whole: Any, places: Tensor) -> Generator[list[Tensor]]:
         seen.append(inputs[0])
         return (_at(inputs[0], places),)
 
-    with whole.lm_head.register_forward_pre_hook(keep):
+    with _head_of(whole).register_forward_pre_hook(keep):
         yield seen
+
+
+def _head_of(whole: nn.Module) -> nn.Module:
+    """The linear to the vocabulary."""
+    return whole.get_submodule(str(traits_of(whole).loss_head))
 
 
 def _draft(
@@ -127,11 +133,12 @@ def _draft(
     vocab_size: int | None,
 ) -> None:
     """Write each module's draft behind the known tokens, of which ``hidden`` is what the model knows at ``window``."""
-    context = whole.sequence_context(window, window, None)
+    context = whole.ahead_context(window)
+    head = _head_of(whole)
     last = (lengths - 2)[:, None] - window[:, :1]
     for k, module in enumerate(modules.values()):
         hidden = module(hidden, whole.mtp_embeddings(tokens.gather(1, window + 1 + k)), context)
-        logits = whole.lm_head(_at(hidden, last))
+        logits = head(_at(hidden, last))
         tokens.scatter_(1, (lengths + k)[:, None], logits[..., :vocab_size].argmax(-1))
 
 

@@ -147,7 +147,8 @@ def _check_mtp(config: Config, model: nn.Module) -> None:
     if modules is None and config.mtp != MTPConfig():
         raise ValueError(
             f"[mtp] sets weights of modules that predict tokens further ahead, and {config.model.name!r} has none. Set "
-            "model.args.mtp_depth=1, which Llama, Qwen3, Qwen3-Next and DeepSeek of titan-train take, or leave [mtp] out."
+            "model.args.mtp_depth=1, which Llama, Qwen3, Qwen3-Next and DeepSeek of titan-train take, and families of "
+            "transformers that have a plan; or leave [mtp] out."
         )
     if modules is not None and not config.train.fused_loss:
         raise ValueError(

@@ -158,6 +158,10 @@ class Decoder(nn.Module):
             return ()
         return () if self.lm_head.weight is self.mtp_embeddings.weight else ("lm_head",)
 
+    def ahead_context(self, positions: Tensor) -> SequenceContext:
+        """What the modules' blocks take, after a forward at ``positions`` ``[B, S]``."""
+        return self.sequence_context(positions, positions, None)
+
     def sequence_context(
         self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, attention_plan: Any = None
     ) -> SequenceContext:

@@ -55,38 +55,70 @@ class HuggingFace:
 
 
 def names_with_mtp(names: KeyMap, args: Any) -> KeyMap:
-    """The key map with modules for tokens further ahead.
-
-    As DeepSeek-V3 is published: each is a further layer. A model without takes no notice of such a layer of a folder. Qwen3-Next
-    is published with one, under names of its own and without copies of embedding and head.
-    """
-    apart = names.family == "qwen3_next"
+    """The key map with modules for tokens further ahead. A model without takes no notice of those of a folder."""
     if not args.mtp_depth:
-        further = r"mtp\..*" if apart else rf"model\.layers\.{args.num_layers}\..*"
-        return names.ignoring(further) if apart or names.family == "deepseek" else names
-    if apart and args.mtp_depth > 1:
-        raise ValueError(
-            f"model.args.mtp_depth={args.mtp_depth}: a folder of Qwen3-Next holds one module that predicts a further token. Its "
-            "weights can be read and written with mtp_depth=1; keep a deeper model as a checkpoint of its run."
-        )
+        apart, further = names.family in MTP_APART, rf"model\.layers\.{args.num_layers}\..*"
+        return names.ignoring(r"mtp\..*" if apart else further) if apart or names.family == "deepseek" else names
+    head = "model.embed_tokens.weight" if args.tied_embeddings else "lm_head.weight"
     pairs: list[Pair] = []
     copies: list[tuple[str, str]] = []
     for k in range(args.mtp_depth):
-        here, there = f"mtp.{k}", "mtp" if apart else f"model.layers.{args.num_layers + k}"
+        there = published_mtp(names.family, k, layers=args.num_layers, depth=args.mtp_depth)
         for pair in names.pairs:
             if pair.native.startswith("layers.{i}."):
-                native = pair.native.replace("layers.{i}", f"{here}.block", 1)
-                block = f"{there}.layers.{k}" if apart else there
-                pairs.append(dataclasses.replace(pair, native=native, hf=pair.hf.replace("model.layers.{i}", block, 1)))
-        own = _MTP_APART if apart else _MTP
-        pairs += [Pair(f"{here}.{native}.weight", f"{there}.{hf}.weight") for native, hf in own]
-        head = "model.embed_tokens.weight" if args.tied_embeddings else "lm_head.weight"
-        if not apart:
-            copies += [
-                (f"{there}.embed_tokens.weight", "model.embed_tokens.weight"),
-                (f"{there}.shared_head.head.weight", head),
-            ]
+                native = pair.native.replace("layers.{i}", f"mtp.{k}.block", 1)
+                hf = pair.hf.replace("model.layers.{i}", there.block, 1)
+                pairs.append(dataclasses.replace(pair, native=native, hf=hf))
+        pairs += [Pair(f"mtp.{k}.{native}.weight", f"{hf}.weight") for native, hf in there.own.items()]
+        copies += there.copies("model.embed_tokens.weight", head)
     return dataclasses.replace(names, pairs=(*pairs, *names.pairs), copies=tuple(copies))
+
+
+@dataclass(frozen=True)
+class PublishedMTP:
+    """What files call one module that predicts a further token."""
+
+    block: str
+    """Its layer."""
+    own: Mapping[str, str]
+    """What it has beside the layer: a module's name here to the name in files."""
+    layer: str | None
+    """The further layer that also holds copies of embedding and head; None: files have none."""
+
+    def copies(self, embedding: str, head: str) -> list[tuple[str, str]]:
+        """Tensors that files have once more, each with the name of the other."""
+        if self.layer is None:
+            return []
+        return [(f"{self.layer}.embed_tokens.weight", embedding), (f"{self.layer}.shared_head.head.weight", head)]
+
+
+MTP_APART = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families that are published with one module, under names of its own."""
+
+
+def published_mtp(family: str, number: int, *, layers: int, depth: int, prefix: str = "model.layers.") -> PublishedMTP:
+    """The names of one module: a further layer, as DeepSeek-V3 and GLM-4.5 are published, or as Qwen3-Next is.
+
+    Args:
+        family: Or ``model_type``.
+        number: From 0.
+        layers: Of the model.
+        depth: Modules of the model.
+        prefix: Of a layer's number in files.
+
+    Raises:
+        ValueError: The family's files hold one module, and the model has more.
+    """
+    if family in MTP_APART and depth > 1:
+        raise ValueError(
+            f"model.args.mtp_depth={depth}: a folder of {family} holds one module that predicts a further token. Its weights can "
+            "be read and written with mtp_depth=1; keep a deeper model as a checkpoint of its run."
+        )
+    if family in MTP_APART:
+        own = {name: f"mtp.{hf}" for name, hf in _MTP_APART}
+        return PublishedMTP(f"mtp.layers.{number}", own, None)
+    layer = f"{prefix}{layers + number}"
+    return PublishedMTP(layer, {name: f"{layer}.{hf}" for name, hf in _MTP}, layer)
 
 
 def rope_fields(theta: float, scaling: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_train.models.common.attention import SequenceContext, row_positions
+from titan_train.models.common.attention import row_positions
 from titan_train.models.common.loss import IGNORE_INDEX, count_valid
 
 AHEAD = ("ahead_tokens", "ahead_labels")
@@ -38,7 +38,7 @@ class MTPModule(nn.Module):
     """One module: what it predicts lies one token further ahead than what its input predicted."""
 
     def __init__(self, dim: int, norm: Callable[[], nn.Module], block: nn.Module) -> None:
-        """Put a module together around a decoder layer, called as ``block(x, context)``, and norms of the model's kind."""
+        """Put a module together around a decoder layer, called by `through_block`, and norms of the model's kind."""
         super().__init__()
         self.embedding_norm = norm()
         self.hidden_norm = norm()
@@ -46,10 +46,14 @@ class MTPModule(nn.Module):
         self.block = block
         self.norm = norm()
 
-    def forward(self, hidden: Tensor, embedded: Tensor, context: SequenceContext) -> Tensor:
+    def forward(self, hidden: Tensor, embedded: Tensor, context: Any) -> Tensor:
         """Hidden states and embeddings one token further on, ``[B, S, d]`` each, to hidden states for the head."""
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        return self.norm(self.block(self.proj(both), context))
+        return self.norm(self.through_block(self.proj(both), context))
+
+    def through_block(self, x: Tensor, context: Any) -> Tensor:
+        """``[B, S, d]`` to ``[B, S, d]``."""
+        return self.block(x, context)
 
 
 class MTPModules(nn.ModuleDict):
@@ -79,7 +83,7 @@ class MTPModules(nn.ModuleDict):
         hidden: Tensor,
         tokens: Tensor,
         labels: Tensor,
-        context: SequenceContext,
+        context: Any,
         embeddings: nn.Module,
         head: nn.Module,
     ) -> Tensor:
@@ -89,7 +93,7 @@ class MTPModules(nn.ModuleDict):
             hidden: ``[B, S, d]``, behind the model's last norm.
             tokens: ``[B, S, D]`` int64, from `look_ahead`.
             labels: ``[B, S, D]`` int64, likewise.
-            context: Of the batch.
+            context: Of the batch, as the modules' blocks take it.
             embeddings: The model's.
             head: From hidden states and labels to the sum of the cross-entropy.
         """

@@ -8,11 +8,12 @@ executed. What parallelism must know about a family is one value in a table, as 
 - `folder`: read ``config.json``, and change it by ``model.args``.
 - `build`: the model from the folder.
 - `decoder`: what transformers' module is given so that it looks like a model here: its forward, its pipeline stages.
+- `ahead`: modules that predict tokens further ahead, made of its last layer.
 - `attention`: how its attention reaches `titan_train.models.CausalAttention`.
 - `family`: the model as a family of its own, for import and export.
 - `lora`: adapters of the peft library.
 - `names`: its tensors' names in files, and linears and experts that files hold in another way.
 - `shape`: the shape that ``config.json`` describes, for the planner. No torch.
 - `probe`, `cut`: whether a tiny model of the same kind computes what the trainer takes for granted.
-- `stage_layers`: the layers of one pipeline stage.
+- `stage_layers`: the layers of one pipeline stage, and what the last one was called with.
 """

@@ -10,7 +10,8 @@ from torch import nn
 
 from titan_train.models.arguments import ModelChoice
 from titan_train.models.common.moe.routed import RoutedExperts, StackedExperts
-from titan_train.models.hf.folder import folder_of, read_published, with_changes
+from titan_train.models.hf.ahead import add_modules
+from titan_train.models.hf.folder import folder_of, read_published, split_depth, with_changes
 from titan_train.models.hf.names import SplitConvolution, separate_experts
 from titan_train.models.hf.plans import STACKED, HFPlan, hf_plans
 from titan_train.trust import refuse_foreign_code
@@ -33,7 +34,13 @@ def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
         ValueError: The folder is not one of a decoder that the installed transformers has, or cannot be as asked.
     """
     name = choice.name
-    config, published = _config(name, dict(choice.args))
+    depth, changes = split_depth(name, choice.args)
+    if depth and choice.lora_rank:
+        raise ValueError(
+            f"model.args.mtp_depth={depth} with model.lora_rank={choice.lora_rank}: adapters leave the model's weights as they "
+            "are, and modules for tokens further ahead start from none. Set mtp_depth=0, or lora_rank=0."
+        )
+    config, published = _config(name, changes)
     _check(name, config, vocab_size, choice.seq_len)
     if published["model_type"] in hf_plans():
         _check_plan(name, config, hf_plans()[published["model_type"]], choice.seq_len)
@@ -42,6 +49,8 @@ def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
         from titan_train.models.hf.lora import add_adapters
 
         add_adapters(model, rank=choice.lora_rank, alpha=choice.lora_alpha, targets=choice.lora_targets)
+    if depth:
+        add_modules(model, depth, name)
     return model
 
 
@@ -207,6 +216,7 @@ def _apply_plan(model: Any, plan: HFPlan, *, split: bool) -> None:
     from titan_train.models.hf.state import has_state, take_over
 
     model.plan = plan
+    model.mtp = model.mtp_embeddings = None
     config = model.config
     heads = int(config.num_attention_heads)
     windows: set[int] = set()

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, document_positions, row_positions
+from titan_train.models.common.mtp import MTPModules
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.tensor_styles import Style, StyleTable
+from titan_train.models.hf.ahead import LayerCall, styles_with_modules
 from titan_train.models.hf.attention import CONTEXT, WindowedContext, window_mask
 from titan_train.models.hf.family import HFFamily, HFModelArgs, family_of_model
 from titan_train.models.hf.lora import fill_adapter
@@ -77,7 +79,7 @@ class HFModel(nn.Module):
     @property
     def args(self) -> HFModelArgs:
         """What describes the model."""
-        return HFModelArgs.of(self.published, type(self.config))
+        return HFModelArgs.of(self.published, type(self.config), len(getattr(self, "mtp", None) or ()))
 
     @property
     def own_family(self) -> HFFamily:
@@ -131,6 +133,9 @@ class HFDecoder(HFModel):
     """Whether heads have sinks."""
     holds_embedding = True
     holds_head = True
+    mtp: MTPModules | None
+    """Modules that predict tokens further ahead, which `titan_train.models.hf.ahead` adds."""
+    mtp_embeddings: nn.Module | None
     changes_logits = False
     """Whether it does more to its logits than its head, which `probe` finds out; besides what its fields say."""
 
@@ -151,6 +156,8 @@ class HFDecoder(HFModel):
                     whole |= {fqn: "whole", f"{fqn}.**": "replicated"}
                 elif key == self.plan.feed_forward and getattr(module, "experts", None) is None:
                     table[fqn] = "region"
+        if self.mtp is not None:
+            return styles_with_modules(whole | table, self.mtp, self.plan)
         return whole | table
 
     @property
@@ -188,6 +195,8 @@ class HFDecoder(HFModel):
         cu_seqlens: Tensor | None = None,
         attention_plan: Any = None,
         labels: Tensor | None = None,
+        ahead_tokens: Tensor | None = None,
+        ahead_labels: Tensor | None = None,
     ) -> Tensor:
         """Logits of every next token, or their loss; arguments and result as those of `Decoder.forward` in ``common``."""
         length = tokens.shape[1] if positions is None else positions.shape[1]
@@ -209,9 +218,39 @@ class HFDecoder(HFModel):
         layers = self.get_submodule(self.plan.layers)
         if not isinstance(layers, StageLayers):
             return self._outcome(labels, **given, **keywords)
+        if self.mtp is not None:
+            layers.calls = []
         with layers.between(None if self.holds_embedding else tokens, taken=not self.holds_head) as taken:
-            found = self._outcome(labels, **given, **keywords)
+            if labels is None or self.mtp is None or ahead_tokens is None or ahead_labels is None or not self.training:
+                found = self._outcome(labels, **given, **keywords)
+            else:
+                found = self._with_ahead(labels, ahead_tokens, ahead_labels, **given, **keywords)
         return found if self.holds_head else taken[0]
+
+    def _with_ahead(self, labels: Tensor, ahead_tokens: Tensor, ahead_labels: Tensor, **given: Any) -> Tensor:
+        """The loss of labels, with the gradient of the modules' losses too."""
+        assert self.mtp is not None
+        assert self.mtp_embeddings is not None
+        head = self.get_submodule(self.plan.head)
+        hidden = self._body(**given).last_hidden_state
+        context = self.ahead_context()
+        return head(hidden, labels) + self.mtp.loss(
+            hidden, ahead_tokens, ahead_labels, context, self.mtp_embeddings, head
+        )
+
+    def ahead_context(self, positions: Tensor | None = None) -> LayerCall:
+        """What the modules' blocks take: what the last layer was called with in the forward before."""
+        calls = cast("StageLayers", self.get_submodule(self.plan.layers)).calls
+        assert calls
+        return LayerCall(*calls[0])
+
+    @property
+    def fsdp_units(self) -> tuple[str, ...]:
+        """The head is a unit of its own where it runs several times, unless it is part of another matrix."""
+        if self.mtp is None or self.mtp_embeddings is None:
+            return ()
+        tied = self.get_submodule(self.plan.head).weight is self.mtp_embeddings.weight
+        return () if tied else (self.plan.head,)
 
     def _state_rows(self, cu_seqlens: Tensor | None, attention_plan: Any) -> StateRows | None:
         if not self.has_state or (attention_plan is None and cu_seqlens is None):
@@ -238,7 +277,7 @@ class HFDecoder(HFModel):
         What has parameters and is neither a layer nor the last norm or head belongs to the first stage.
         """
         plan = self.plan
-        after = {plan.norm, plan.head}
+        after = {plan.norm, plan.head} | ({"mtp", "mtp_embeddings"} if self.mtp is not None else set())
         gone = [] if first else list(_apart_from(self, "", after | {plan.layers}))
         gone += [] if last else [self.get_submodule(name) for name in after]
         children = self.get_submodule(plan.layers)._modules
@@ -260,6 +299,8 @@ class HFDecoder(HFModel):
         vars(own).update(changed)  # not by its setters: they compare the fields with each other
         stage.config = stage.get_submodule(plan.layers.rpartition(".")[0]).config = own
         stage.holds_embedding, stage.holds_head = first, last
+        if not last:
+            stage.mtp = stage.mtp_embeddings = None
         return stage
 
 

@@ -20,6 +20,7 @@ _NOT_COMPARED = frozenset(
         "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "quantization_config", "id2label", "label2id",
         "attention_dropout", "output_router_logits", "router_aux_loss_coef", "return_dict", "output_hidden_states",
         "output_attentions", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder",
+        "num_nextn_predict_layers",
     }
 )  # fmt: skip
 
@@ -33,6 +34,8 @@ class HFModelArgs:
     """The content of ``config.json``."""
     kind: type[Any]
     """transformers' class of configuration."""
+    ahead: int = 0
+    """Modules that predict one token further ahead each."""
 
     @property
     def tied_embeddings(self) -> bool:
@@ -44,10 +47,10 @@ class HFModelArgs:
 
     def shape(self, name: str) -> ModelShape:
         """What `Family.shape` returns."""
-        return shape_of_published(name, self.published)
+        return shape_of_published(name, self.published, mtp=self.ahead)
 
     @classmethod
-    def of(cls, published: Mapping[str, Any], kind: type[Any]) -> "HFModelArgs":
+    def of(cls, published: Mapping[str, Any], kind: type[Any], ahead: int = 0) -> "HFModelArgs":
         """The arguments that a ``config.json`` means.
 
         Raises:
@@ -59,7 +62,7 @@ class HFModelArgs:
                 f"config.json has model_type={published.get('model_type')!r}, but the model is a {kind.model_type!r}. Name "
                 "the same folder in both."
             )
-        return cls(kind.from_dict(dict(published)).get_text_config().vocab_size, published, kind)
+        return cls(kind.from_dict(dict(published)).get_text_config().vocab_size, published, kind, ahead)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,8 @@ def _config_of(args: HFModelArgs) -> dict[str, Any]:
     if "num_experts" in config or config["model_type"] in ("qwen2_moe", "qwen3_moe"):
         count = config.get("num_experts", config.get("num_local_experts"))
         config |= {"num_experts": count, "num_local_experts": count}
+    if args.ahead:
+        config["num_nextn_predict_layers"] = args.ahead
     return config
 
 

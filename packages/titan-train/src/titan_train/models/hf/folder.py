@@ -10,6 +10,8 @@ from titan_train.files import download_hint, local_path, read_text, refuse_link_
 from titan_train.values import did_you_mean
 
 PREFIX = "hf:"
+DEPTH = "mtp_depth"
+"""The setting of ``model.args`` that is none of ``config.json``."""
 _NOT_IN_JSON = ("Infinity", "-Infinity", "NaN")
 
 
@@ -41,6 +43,22 @@ def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{key}={name!r}: {file} is not a JSON object. Fetch the folder again.")
     return with_floats(content)
+
+
+def split_depth(name: str, args: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """How many modules ``model.args`` asks for, and its other settings, which are those of ``config.json``.
+
+    Raises:
+        ValueError: The number is none.
+    """
+    rest = dict(args)
+    depth = rest.pop(DEPTH, 0)
+    if type(depth) is not int or not 0 <= depth <= 100:
+        raise ValueError(
+            f"model.args.{DEPTH}={depth!r} of {name!r} must be a whole number from 0 to 100: modules that predict one token "
+            "further ahead each. 0 is none."
+        )
+    return depth, rest
 
 
 def with_floats(value: Any) -> Any:

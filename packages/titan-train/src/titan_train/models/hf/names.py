@@ -8,6 +8,7 @@ trained from random weights. Its files can be neither read nor written.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from titan_ckpt import KeyMap, Pair
 from torch import Tensor, nn
 
+from titan_train.models.common.hf import published_mtp
 from titan_train.models.common.moe.routed import RoutedExperts, StackedExperts
 from titan_train.models.hf.lora import BASE
 from titan_train.models.hf.plans import STACKED, HFPlan
@@ -84,7 +86,7 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
     )
     separate = {} if plan is not None else separate_experts(kind) or {}
     for name in model.state_dict(keep_vars=True):
-        if ".lora_" in name:
+        if ".lora_" in name or name.startswith(("mtp.", "mtp_embeddings.")):
             continue
         owner = next((path for path in apart if name.startswith(f"{path}.")), None)
         if owner is None:
@@ -101,11 +103,45 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
             pairs[Pair(f"{here}{leaf}", there)] = None
         else:
             pairs |= dict.fromkeys(_parts(owner, module))
+    own_layers, copies, further = _further_layers(model, plan, tuple(pairs)) if plan is not None else ((), (), ())
+    pairs = dict.fromkeys((*own_layers, *pairs))
     old: list[str] = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    patterns = [*_IGNORED, *(f".*{pattern}.*" for pattern in old)]
+    patterns = [*_IGNORED, *further, *(f".*{pattern}.*" for pattern in old)]
     own = [pair.hf for pair in pairs]  # transformers asks for such names only where a model lacks them
     ignored = tuple(p for p in patterns if not any(re.fullmatch(p, name) for name in own))
-    return KeyMap(kind, tuple(pairs), ignored, (r".*\.lora_[AB]\..*",))
+    return KeyMap(kind, tuple(pairs), ignored, (r".*\.lora_[AB]\..*",), copies)
+
+
+def _further_layers(
+    model: Any, plan: HFPlan, pairs: tuple[Pair, ...]
+) -> tuple[tuple[Pair, ...], tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Modules for tokens further ahead, by the names of their family.
+
+    Returns:
+        Their pairs; the tensors that files have once more; patterns of further layers that this model does without.
+    """
+    kind = str(model.published["model_type"])
+    of_layers = [pair for pair in pairs if pair.native.startswith(f"{plan.layers}.{{i}}.")]
+    depth, layers = len(model.mtp or ()), len(model.get_submodule(plan.layers))
+    prefix = of_layers[0].hf.partition("{i}")[0]
+    there = {pair.native: pair.hf for pair in pairs}
+    embedding = there[f"{plan.embedding}.weight"]
+    tied = model.get_submodule(plan.head).weight is model.get_submodule(plan.embedding).weight
+    head = embedding if tied else there[f"{plan.head}.weight"]
+    found: list[Pair] = []
+    copies: list[tuple[str, str]] = []
+    for k in range(depth):
+        published = published_mtp(kind, k, layers=layers, depth=depth, prefix=prefix)
+        for pair in of_layers:
+            native = pair.native.replace(f"{plan.layers}.{{i}}", f"mtp.{k}.block", 1)
+            found.append(replace(pair, native=native, hf=pair.hf.replace(f"{prefix}{{i}}", published.block, 1)))
+        for native, hf in published.own.items():
+            leaves = model.get_submodule(f"mtp.{k}.{native}").named_parameters()
+            found += [Pair(f"mtp.{k}.{native}.{leaf}", f"{hf}.{leaf}") for leaf, _ in leaves]
+        copies += published.copies(embedding, head)
+    described = int(model.published.get("num_nextn_predict_layers") or 0)
+    without = tuple(rf"{re.escape(prefix)}{layers + k}\..*" for k in range(depth, described))
+    return tuple(found), tuple(copies), without
 
 
 @cache

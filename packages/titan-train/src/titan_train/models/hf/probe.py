@@ -7,7 +7,8 @@ is built with random weights and tried on the CPU:
 - a token's logits do not depend on later tokens;
 - the logits of a packed row are those of its documents, one by one;
 - logits and gradients of a chain of pipeline stages are those of the whole;
-- where a family's plan takes over its attention, logits are those of transformers' own.
+- where a family's plan takes over its attention, logits are those of transformers' own;
+- one more layer, for a token further ahead, computes what the last one does, and mixes tokens of its document alone.
 
 What fails is refused, with what to do. A family that packs right only if it is given masks is given them.
 """
@@ -16,7 +17,7 @@ import logging
 from collections.abc import Mapping
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import titan_fsdp as fsdp
 import torch
@@ -25,10 +26,12 @@ from transformers import CONFIG_MAPPING
 
 from titan_train.models.build import SkipRandomFill
 from titan_train.models.call import accepted_inputs, call_model
+from titan_train.models.hf.ahead import LayerModule, add_modules
 from titan_train.models.hf.attention import NAME
 from titan_train.models.hf.build import assemble
 from titan_train.models.hf.cut import VOCABULARY, cuts, layers_that_show_all
 from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplannedDecoder
+from titan_train.models.hf.folder import DEPTH
 from titan_train.models.initialize import InitFn, init_for
 
 _logger = logging.getLogger(__name__)
@@ -80,6 +83,8 @@ def probe(model: HFModel, name: str, *, packed: bool, staged: bool, drawn: bool)
             model.changes_logits = _changes_logits(tiny, tokens)
             if staged:
                 _check_stages(tiny, tokens, name, kind)
+            if model.mtp is not None:
+                _check_ahead(tiny, tokens, name, kind, packed=packed, shared=not model.changes_logits)
 
 
 def _tiny(model: HFModel, name: str) -> tuple[Any, str, list[str]]:
@@ -266,6 +271,78 @@ def _check_stages(tiny: HFDecoder, tokens: Tensor, name: str, kind: str) -> None
             f"model does: {why}, on a small model of the same kind. Its code in transformers does something around or between "
             "its layers that its plan does not say. Set parallel.pp=1."
         )
+
+
+def _check_ahead(tiny: HFDecoder, tokens: Tensor, name: str, kind: str, *, packed: bool, shared: bool) -> None:
+    """Whether modules for tokens further ahead can be made of the model's last layer, and share its head."""
+    asked = f"model.args.{DEPTH} with model.name={name!r}"
+    if not shared:
+        raise ValueError(
+            f"{asked}: this {kind} changes its logits after the head, and the modules' losses are computed in the head "
+            f"(seen on a small model of the same kind). Set {DEPTH}=0."
+        )
+    try:
+        add_modules(tiny, 1, name)
+        why = _unlike_last(tiny, tokens) or _not_apart(tiny, tokens, packed=packed)
+    except ValueError:
+        raise
+    except Exception as err:  # a family's own code may raise anything
+        why = f"it fails ({_words(err)})"
+    if why:
+        raise ValueError(
+            f"{asked}: a module for a token further ahead is the last layer once more, and that of a {kind} works in its place "
+            f"only: {why}, on a small model of the same kind. Set {DEPTH}=0, or use a model of another family."
+        )
+
+
+def _unlike_last(tiny: HFDecoder, tokens: Tensor) -> str:
+    """What the copy of the last layer does otherwise; empty where it does the same and reads the tokens that it is given."""
+    seen: list[Any] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        seen[:] = [args[0] if args else keywords["hidden_states"], output if isinstance(output, Tensor) else output[0]]
+
+    last = tiny.repeated_layers()[-1]
+    module = cast("LayerModule", next(iter(tiny.mtp.values()))) if tiny.mtp is not None else None
+    assert module is not None
+    with torch.no_grad(), last.register_forward_hook(keep, with_kwargs=True):
+        tiny(tokens)
+    given, want = seen
+    if given.ndim != 3 or want.shape != given.shape:
+        return f"it takes {list(given.shape)} and gives {list(want.shape)}, not hidden states [B, S, d]"
+    with torch.no_grad():
+        call = tiny.ahead_context()
+        if (found := _difference(module.through_block(given, call), want)) > _CLOSE:
+            return f"a copy gives other hidden states, by {found:.2g} of their spread"
+        changed = given.clone()
+        changed[:, 0] = given[:, 1]
+        if _difference(module.through_block(changed, call)[:, 2:], want[:, 2:]) == 0:
+            return "what it attends to is not what it is given"
+    return ""
+
+
+def _not_apart(tiny: HFDecoder, tokens: Tensor, *, packed: bool) -> str:
+    """How the first module's hidden states of packed rows differ from those of their documents alone; empty: not at all."""
+    if not packed:
+        return ""
+    bounds = _documents(tokens.shape[1])
+
+    def states(rows: Tensor, places: list[list[int]] | None) -> Tensor:
+        assert tiny.mtp is not None
+        assert tiny.mtp_embeddings is not None
+        seen: list[Tensor] = []
+        head = tiny.get_submodule(tiny.plan.head)
+        with torch.no_grad(), head.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+            call_model(tiny, _rows(rows, places))
+            module = next(iter(tiny.mtp.values()))
+            return module(seen[0], tiny.mtp_embeddings(rows.roll(-1, 1)), tiny.ahead_context())
+
+    got, worst = states(tokens, bounds), 0.0
+    for row, (whole, places) in enumerate(zip(tokens, bounds, strict=True)):
+        for a, b in pairwise(places):
+            if b - a > 1:  # a document's last token is followed by another one here
+                worst = max(worst, _difference(got[row, a : b - 1], states(whole[None, a:b], None)[0, :-1]))
+    return "" if worst <= _CLOSE else f"documents of one row leak into each other, by {worst:.2g} of the spread"
 
 
 def _gradients(stages: list[Any], batch: Any, tied: Mapping[str, str]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -20,12 +20,13 @@ _CHOSEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", 
 _BIASED = ("gpt2", "gpt_neox", "bloom", "opt", "phi", "starcoder2", "qwen2", "qwen2_moe", "gpt_oss")
 
 
-def shape_of_published(name: str, published: Mapping[str, Any]) -> ModelShape:
+def shape_of_published(name: str, published: Mapping[str, Any], *, mtp: int = 0) -> ModelShape:
     """The shape that ``config.json`` describes.
 
     Args:
         name: Of the model.
         published: The file's content.
+        mtp: Modules that predict a further token.
 
     Raises:
         ValueError: A size is missing or not a positive number.
@@ -55,6 +56,7 @@ def shape_of_published(name: str, published: Mapping[str, Any]) -> ModelShape:
         tied=bool(fields.get("tie_word_embeddings", kind in _TIED)),
         positions=read.size("n_positions", "max_position_embeddings") if kind in ("gpt2", "opt") else 0,
         final_norm=norm,
+        mtp=mtp,
     )
 
 

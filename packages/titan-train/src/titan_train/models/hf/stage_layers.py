@@ -17,6 +17,8 @@ class StageLayers(nn.ModuleList):
 
     _given: Tensor | None = None
     _taken: list[Tensor] | None = None
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    """What the last layer was called with, where anybody asks."""
 
     @contextmanager
     def between(self, given: Tensor | None, *, taken: bool) -> Generator[list[Tensor]]:
@@ -42,6 +44,8 @@ class StageLayers(nn.ModuleList):
 
     def _ends(self) -> list[Any]:
         layers: list[Any] = list(self.children())
+        if layers and self.calls is not None:
+            layers[-1] = _Noted(layers[-1], self.calls)
         if layers and self._given is not None:
             layers[0] = _First(layers[0], self._given)
         if layers and self._taken is not None:
@@ -79,6 +83,16 @@ class _Last(_Call):
         out = self._layer(*args, **keywords)
         self._taken.append(out if isinstance(out, Tensor) else out[0])
         return out
+
+
+class _Noted(_Call):
+    def __init__(self, layer: Any, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+        super().__init__(layer)
+        self._calls = calls
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        self._calls[:] = [(args, keywords)]
+        return self._layer(*args, **keywords)
 
 
 class Gone(nn.Identity):
