@@ -121,7 +121,7 @@ def test_the_module_of_qwen3_next_comes_in_and_leaves_bit_for_bit(tmp_path):
         assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
     # the published folder names one module, so more of them have no names there
     deeper = qwen3_next(2)
-    with pytest.raises(ValueError, match=r"mtp_depth=2: a folder of Qwen3-Next holds one module"):
+    with pytest.raises(ValueError, match=r"mtp_depth=2: a folder of qwen3_next holds one module"):
         hf.names(deeper.args)
     with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM does not compute mtp_depth=2"):
         hf.config_of(deeper.args)
