@@ -1,5 +1,7 @@
 """Regions of float8 linears send float8, and compute the bits of casting after the gather."""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 import torch.distributed as dist
 from titan_pipeline.runtime import WeightGradEngine
 from titan_testing import run_ranks
-from titan_train.config import ActivationsConfig, Float8Config
+from titan_train.config import ActivationsConfig, Float8Config, load_config
 from titan_train.models import Llama, LlamaArgs
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.float8 import convert_to_float8, share_scales
@@ -16,6 +18,7 @@ from titan_train.parallel.tensor.async_linears import overlapped_modules
 from titan_train.parallel.tensor.float8_linears import float8_gathering_modules
 from titan_train.parallel.tensor.loss import vocab_parallel_cross_entropy_sum
 from titan_train.parallel.tensor.styles import table_for
+from titan_train.train.trainer import Trainer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,6 +132,26 @@ def test_tokens_that_a_block_would_share_with_another_rank_are_gathered_in_high_
         assert gathering == GATHERING
         assert error == 0.0
         assert plain == float8
+
+
+def gated() -> list[str]:
+    config = load_config(
+        "debug",
+        model={"name": "qwen3_next_moe_debug", "seq_len": 32},
+        float8={"recipe": "blockwise", "min_speedup": 0.0},
+        parallel={"tp": 2},
+        launch={"nproc": 2, "device": "cpu"},
+        train={"steps": 2, "global_batch": 2},
+    )
+    with tempfile.TemporaryDirectory() as folder, Trainer(config, Path(folder)) as trainer:
+        trainer.fit()
+        return float8_gathering_modules(trainer.model.parts[0])
+
+
+def test_a_region_whose_gate_reads_the_input_gathers_it_in_high_precision():
+    for gathering in run_ranks(gated, 2, timeout_s=90):
+        assert any("attention" in name for name in gathering)
+        assert not any("shared_experts" in name for name in gathering)
 
 
 def compile_each(model: nn.Module) -> None:

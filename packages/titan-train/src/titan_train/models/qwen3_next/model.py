@@ -130,6 +130,9 @@ class GatedAttention(nn.Module):
 class GatedSwiGLU(SwiGLU):
     """A shared expert that each token weighs: ``sigmoid(gate x) * swiglu(x)``."""
 
+    reads_its_input = True
+    """The gate does, beside the linears that share it."""
+
     def __init__(self, dim: int, ffn_dim: int) -> None:
         """Build the projections and the gate."""
         super().__init__(dim, ffn_dim)

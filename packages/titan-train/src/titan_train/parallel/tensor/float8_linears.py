@@ -10,7 +10,8 @@ and gradients are then scaled by what one rank holds of them. Rowwise linears ke
 needs the gradient in both layouts, which are the bytes of bfloat16 again.
 
 A region can if it hands its input to its linears through one `SharedFloat8Input` (and to nothing else), and all its
-linears are float8 of one recipe, without bias. The shared input is replaced, and the region's gather left out. Other
+linears are float8 of one recipe, without bias. One that also reads it in another way says so by an attribute
+``reads_its_input``, as a gate does. The shared input is replaced, and the region's gather left out. Other
 regions keep it. The weight gradients of these linears come with the input gradients, also under a pipeline schedule that
 splits backward.
 """
@@ -105,7 +106,9 @@ def float8_gathering_modules(model: nn.Module) -> list[str]:
 
 
 def _alike(region: nn.Module) -> bool:
-    """Whether all linears are float8 of one recipe that can be gathered, without biases."""
+    """Whether all linears read the shared input, and are float8 of one recipe that can be gathered, without biases."""
+    if getattr(region, "reads_its_input", False):
+        return False
     linears = [m for m in region.modules() if isinstance(m, nn.Linear)]
     layers = [linear for linear in linears if isinstance(linear, titan_fp8.Float8Linear)]
     plain = all(cast("Tensor | None", layer.bias) is None for layer in layers)
