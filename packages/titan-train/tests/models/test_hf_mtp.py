@@ -200,6 +200,13 @@ def test_drafts_change_no_token(tmp_path):
     want = generate(model, prompts, max_new_tokens=16)
     assert generate(model, prompts, max_new_tokens=16, draft=count) == want
     assert count.drafted >= 2 * len(prompts)
+    assert generate(model, prompts[:1], max_new_tokens=4) == [want[0][:4]]  # as before the drafts
+
+
+def test_drafts_of_a_model_with_windows_are_refused(tmp_path):
+    model = built(hf_folders.make(tmp_path, "mistral"), 1)
+    with pytest.raises(ValueError, match=r"drafts need the key-value cache of plain attention"):
+        generate(model, [[1, 2]], max_new_tokens=2, draft=DraftCount())
 
 
 def test_what_has_no_modules_is_refused_by_name(tmp_path):

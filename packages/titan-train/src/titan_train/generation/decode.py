@@ -288,8 +288,8 @@ def _check_draft(model: nn.Module, how: Decoding) -> None:
             f"drafts with temperature={sampling.temperature} and repetition_penalty={sampling.repetition_penalty}: a draft is "
             "accepted if it is the likeliest token. Set temperature 0 and repetition_penalty 1, or generate without drafts."
         )
-    if how.compiled or how.multiple_of > 1 or not how.use_cache:
+    if how.compiled or how.multiple_of > 1 or not (how.use_cache and supports_cache(model)):
         raise ValueError(
-            "drafts need the key-value cache, and forwards of as many tokens as there are drafts: leave use_cache=None, "
-            "compiled=False and multiple_of=1."
+            "drafts need the key-value cache of plain attention, and forwards of as many tokens as there are drafts: leave "
+            "use_cache=None, compiled=False and multiple_of=1; a model with windows or another cache generates without drafts."
         )

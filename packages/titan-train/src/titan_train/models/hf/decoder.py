@@ -225,6 +225,8 @@ class HFDecoder(HFModel):
                 found = self._outcome(labels, **given, **keywords)
             else:
                 found = self._with_ahead(labels, ahead_tokens, ahead_labels, **given, **keywords)
+        if self.training:
+            layers.calls = None  # what a layer was called with may hold on to activations
         return found if self.holds_head else taken[0]
 
     def _with_ahead(self, labels: Tensor, ahead_tokens: Tensor, ahead_labels: Tensor, **given: Any) -> Tensor:

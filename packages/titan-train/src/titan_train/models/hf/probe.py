@@ -63,13 +63,15 @@ def probe(model: HFModel, name: str, *, packed: bool, staged: bool, drawn: bool)
                 f"model.name={name!r}: initial weights of this {kind} cannot be drawn one by one ({unfilled[0]}). Set "
                 f"model.init={name!r}, to start from the folder's weights, or use another model."
             )
-        if tiny is None and not packed and not staged:
+        ahead = getattr(model, "mtp", None) is not None
+        if tiny is None and not (packed or staged or ahead):
             _logger.warning("a small model of the %s of %s could not be tried: %s", kind, name, failure)
             return
         if tiny is None:
             raise ValueError(
                 f"model.name={name!r}: whether a {kind} keeps packed documents and pipeline stages apart could not be tried: a "
-                f"small one fails in transformers ({failure}). Set data.document_mask=false and parallel.pp=1."
+                f"small one fails in transformers ({failure}). Set data.document_mask=false and parallel.pp=1"
+                f"{f', and model.args.{DEPTH}=0' if ahead else ''}."
             )
         tokens = _tokens(tiny)
         _check_causality(tiny, tokens, name, kind)
@@ -83,7 +85,7 @@ def probe(model: HFModel, name: str, *, packed: bool, staged: bool, drawn: bool)
             model.changes_logits = _changes_logits(tiny, tokens)
             if staged:
                 _check_stages(tiny, tokens, name, kind)
-            if model.mtp is not None:
+            if ahead:
                 _check_ahead(tiny, tokens, name, kind, packed=packed, shared=not model.changes_logits)
 
 
