@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from titan_ckpt import Checkpointer, TrainState, export_hf, import_hf
 from titan_train.config.model import ModelConfig
+from titan_train.export.hf_model import HfModel
 from titan_train.generation import DraftCount, generate
 from titan_train.models import build_model, count_parameters, flops_per_token
 from titan_train.models.common.loss import IGNORE_INDEX
@@ -180,6 +181,7 @@ def test_the_published_module_comes_in_and_leaves_bit_for_bit(kind, prefix, own,
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == tensors.keys()
     assert all(torch.equal(exported[name], tensors[name]) for name in tensors)
+    HfModel(tmp_path / "out")  # a folder that transformers reads: what it does not know is announced
     # a model without the module passes it over
     without = built(tmp_path / "out", 0)
     check_init(f"hf:{tmp_path / 'out'}", without, ModelConfig(name=f"hf:{folder}"))

@@ -1,5 +1,6 @@
 """A Hugging Face folder as transformers reads it."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ class StreamedHfModel(HfModel):
 
 def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
     """Refuse a folder whose tensors are not those of the model, by what transformers reports of loading it."""
-    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    missing = sorted(report["missing_keys"])
+    unexpected = [name for name in sorted(report["unexpected_keys"]) if not _is_ahead(folder, name)]
     other = [
         f"{name} has shape {list(have)}, not {list(want)}" for name, have, want in sorted(report["mismatched_keys"])
     ]
@@ -91,6 +93,14 @@ def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
             f"{folder} does not hold the model of its config.json: {'; '.join(problems)}. Its answers would be those of "
             "another model. Export or fetch the complete folder again."
         )
+
+
+def _is_ahead(folder: Path, name: str) -> bool:
+    """Whether a tensor is of a module for a token further ahead that ``config.json`` announces; transformers has none."""
+    published = read_published(f"{PREFIX}{folder}")
+    layers, further = published.get("num_hidden_layers") or 0, published.get("num_nextn_predict_layers") or 0
+    number = re.match(r"(?:.*\.)?layers\.(\d+)\.", name)
+    return number is not None and layers <= int(number[1]) < layers + further
 
 
 def _check_dtypes(folder: Path, files: SafetensorsReader, model: Any) -> None:
