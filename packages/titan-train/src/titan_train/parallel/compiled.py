@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from titan_mesh import Layout
@@ -175,7 +175,7 @@ def _recompute_each_piece(options: Mapping[str, Any], matmul_every: int) -> Call
             return backend(graph, inputs)
         if backend == "inductor":
             patches = {**_mode_options(options.get("mode", "default")), **options.get("options", {})}
-            return torch._inductor.compile(graph, inputs, options=patches)
+            return cast("Callable[..., Any]", torch._inductor.compile(graph, inputs, options=patches))
         from torch._dynamo import lookup_backend  # as above
 
         return lookup_backend(backend)(graph, inputs)
