@@ -36,7 +36,7 @@ def record(record_property, ranks, errors):
         record_property(name, value)
 
 
-def check(model, names, folder, single, record_property):
+def check(model, names, folder, single, record_property, timeout_s=170):
     """Compare; what was found goes into the JUnit report, from which `benchmarks/matrix_table.py` makes the table."""
     sections, ranks = sections_of(model, names), ranks_of(names)
     reason = refusal_of(names)
@@ -45,7 +45,7 @@ def check(model, names, folder, single, record_property):
             run_ranks(composition.run, ranks, folder, "refused", sections, timeout_s=60)
         record_property("refused", reason)
         return
-    results = run_ranks(composition.run, ranks, folder, "-".join(names).replace(" ", "_"), sections, timeout_s=170)
+    results = run_ranks(composition.run, ranks, folder, "-".join(names).replace(" ", "_"), sections, timeout_s=timeout_s)
     errors = compare(single(model, "float8" in names), results)
     record(record_property, ranks, errors)
     assert not failures(errors, float8="float8" in names), errors
@@ -59,11 +59,12 @@ def test_a_combination_gives_the_loss_and_gradients_of_one_process(model, names,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)  # eight ranks that compile
 @pytest.mark.parametrize(
     ("model", "names"), list(combinations()), ids=lambda value: value if isinstance(value, str) else " x ".join(value)
 )
 def test_every_combination_gives_the_loss_and_gradients_of_one_process(model, names, folder, single, record_property):
-    check(model, names, folder, single, record_property)
+    check(model, names, folder, single, record_property, timeout_s=600)
 
 
 @pytest.mark.slow
