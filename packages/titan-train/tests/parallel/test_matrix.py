@@ -45,7 +45,9 @@ def check(model, names, folder, single, record_property, timeout_s=170):
             run_ranks(composition.run, ranks, folder, "refused", sections, timeout_s=60)
         record_property("refused", reason)
         return
-    results = run_ranks(composition.run, ranks, folder, "-".join(names).replace(" ", "_"), sections, timeout_s=timeout_s)
+    results = run_ranks(
+        composition.run, ranks, folder, "-".join(names).replace(" ", "_"), sections, timeout_s=timeout_s
+    )
     errors = compare(single(model, "float8" in names), results)
     record(record_property, ranks, errors)
     assert not failures(errors, float8="float8" in names), errors
