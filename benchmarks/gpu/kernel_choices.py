@@ -24,7 +24,7 @@ from timing import median_ms
 from titan_cp import backends, local_linear_attention
 from titan_cp.state.linear import plain_rows
 from titan_train.models.common.packed import packed_attention, plain_attention
-from titan_train.models.common.windowed import _plain, windowed_attention
+from titan_train.models.common.windowed import plain_windowed, windowed_attention
 from torch import Tensor
 
 Step = Callable[[], object]
@@ -83,7 +83,7 @@ def cases(device: torch.device, tiny: bool) -> Iterator[tuple[str, Step, Step]]:
             return windowed_attention(q, k, v, mask, boundaries=bounds, window=window, sinks=sinks)
 
         def plain(sinks=sinks):
-            return _plain(q, k, v, bounds, window, sinks)
+            return plain_windowed(q, k, v, bounds, window, sinks)
 
         yield name, both_ways(run, given), both_ways(plain, given)
 
@@ -115,11 +115,9 @@ def main() -> None:
             row["error"] = f"{type(err).__name__}: {err}"[:300]
         rows[name] = row
         print(f"{name:30} {row}", flush=True)
-        print(
-            json.dumps(
-                {"benchmark": "gpu_kernel_choices", "device": str(device), "torch": torch.__version__, "rows": rows}
-            )
-        )
+    print(
+        json.dumps({"benchmark": "gpu_kernel_choices", "device": str(device), "torch": torch.__version__, "rows": rows})
+    )
 
 
 if __name__ == "__main__":

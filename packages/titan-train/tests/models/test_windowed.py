@@ -11,7 +11,7 @@ from titan_cp import backends
 from titan_cp.backends import kernel_choices
 from titan_train.models.common import packed, windowed
 from titan_train.models.common.packed import packed_attention, plain_attention
-from titan_train.models.common.windowed import _flex, _plain, windowed_attention
+from titan_train.models.common.windowed import _flex, plain_windowed, windowed_attention
 
 ROWS, SEQ, WINDOW = 2, 48, 7
 BOUNDARIES = torch.tensor([0, 1, 20, 48, 48, 50, 96], dtype=torch.int32)
@@ -76,7 +76,7 @@ def test_flex_attention_gives_the_masks_values(sinks, value_width):
     assert torch.allclose(
         found, windowed_attention(q, k, v, mask(), boundaries=BOUNDARIES, window=WINDOW, sinks=sinks), atol=1e-5
     )
-    assert torch.allclose(found, _plain(q, k, v, BOUNDARIES, WINDOW, sinks), atol=1e-5)
+    assert torch.allclose(found, plain_windowed(q, k, v, BOUNDARIES, WINDOW, sinks), atol=1e-5)
 
 
 @pytest.mark.parametrize("documents", [True, False])

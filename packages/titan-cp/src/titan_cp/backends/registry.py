@@ -80,6 +80,9 @@ def explain(
 
 
 def _tried(request: Request, like: Tensor) -> Backend:
+    case = _case(request)
+    if (found := choice_of(case)) is not None:  # every call after the first
+        return found.used.run
     kernels = [
         TrialKernel(name, backend, backend.why_not(request) or backend.why_not_first(request))
         for name, backend in BACKENDS.items()
@@ -88,7 +91,7 @@ def _tried(request: Request, like: Tensor) -> Backend:
     reference = TrialKernel("naive", BACKENDS["naive"])
     untried = next((kernel for kernel in kernels if kernel.problem is None), reference)
     trial = partial(_trial, request)
-    return choose_kernel(_case(request), kernels, reference, trial, like=like, dtype=request.dtype, untried=untried).run
+    return choose_kernel(case, kernels, reference, trial, like=like, dtype=request.dtype, untried=untried).run
 
 
 def _case(request: Request) -> Case:

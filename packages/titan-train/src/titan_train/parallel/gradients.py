@@ -81,8 +81,7 @@ class Gradients:
         """The 2-norm of the gradient of each numbered layer and, last, of all other parameters: float32 ``[L + 1]``.
 
         Collective over all ranks. Waits for the device the first time, to agree on L, and when other parameters have gradients
-        than the last time. A layer is a number in a
-        parameter's name, as in ``layers.7.attention.wq.weight``.
+        than the last time. A layer is a number in a parameter's name, as in ``layers.7.attention.wq.weight``.
         """
         if not self._layer_of:
             self._layer_of = {name: int(match[1]) if (match := _LAYER.search(name)) else -1 for name in self._named}

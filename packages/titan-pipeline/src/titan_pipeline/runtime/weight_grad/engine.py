@@ -201,7 +201,7 @@ def original_type(module: nn.Module) -> type[nn.Module]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether the module went through ``torch.compile`` (a wrapper) or ``Module.compile`` (in place)."""
+    """Whether the module went through ``torch.compile`` (a wrapper) or ``Module.compile`` (in place), or its ``forward`` did."""
     called = getattr(module, "_compiled_call_impl", None)
     return hasattr(module, "_orig_mod") or called is not None or compiled_forward(module) is not None
 

@@ -78,7 +78,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> TrialKerne
     ]
     case = ("windowed attention", *describe(q, k, v), "no sinks" if sinks is None else "sinks")
     trial = functools.partial(_trial, (q, k, v), sinks)
-    return choose_kernel(case, kernels, TrialKernel("torch", _plain), trial, like=q, dtype=q.dtype)
+    return choose_kernel(case, kernels, TrialKernel("torch", plain_windowed), trial, like=q, dtype=q.dtype)
 
 
 def _trial(like: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, run: _Windowed) -> dict[str, Tensor]:
@@ -94,7 +94,8 @@ def _trial(like: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, run: _Wind
     return with_gradients(run(q, k, v, boundaries, 24, own), given)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int, sinks: Tensor | None) -> Tensor:
+def plain_windowed(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int, sinks: Tensor | None) -> Tensor:
+    """`windowed_attention` by a mask of whole rows, made from the boundaries."""
     places = torch.arange(q.shape[1], device=q.device)
     distance = places[:, None] - places[None, :]
     of = _documents(boundaries, *q.shape[:2])
