@@ -242,11 +242,9 @@ def test_a_score_is_what_the_simulation_and_the_proof_say():
         assert played.peak == verify(schedule, costs=costs).peak
 
 
-@pytest.mark.parametrize(
-    ("p", "v", "limit"), [(32, 2, 3.0), pytest.param(64, 1, 8.0, marks=pytest.mark.slow)]
-)  # fmt: skip
-def test_a_search_keeps_its_time_limit_and_narrows_the_gap(p, v, limit, monkeypatch):
-    """CPU time stands for the clock: a busy machine stretches the other."""
+@pytest.mark.parametrize(("p", "v"), [(32, 2), pytest.param(64, 1, marks=pytest.mark.slow)])
+def test_a_search_keeps_its_time_limit_and_narrows_the_gap(p, v, monkeypatch):
+    """CPU time stands for the clock: a busy machine stretches the other. The limit is in times of trying the families."""
     monkeypatch.setattr(time, "monotonic", time.process_time)
     rng = random.Random(1)
     scale = [rng.uniform(0.85, 1.15) for _ in range(p * v)]
@@ -255,7 +253,9 @@ def test_a_search_keeps_its_time_limit_and_narrows_the_gap(p, v, limit, monkeypa
         activation=(1 / v,) * (p * v), weight_context=(0.43 / v,) * (p * v), link=Link(latency=0.02),
     )  # fmt: skip
     options = {"placement": "v" if v == 2 else "loop", "num_ranks": p, "mem_limit": 0.75 * p}
+    began = time.process_time()
     families = solve(costs, 4 * p, time_limit=0, **options)
+    limit = 3 * (time.process_time() - began)
     began = time.process_time()
     found = solve(costs, 4 * p, time_limit=limit, **options)
     assert time.process_time() - began <= 1.1 * limit

@@ -17,7 +17,19 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 import hf_folders
 
-ALONE = ("bloom", "opt", "xglm", "biogpt", "lfm2", "mamba2", "jamba", "minimax", "recurrent_gemma")
+ALONE = (
+    "bloom",
+    "opt",
+    "xglm",
+    "biogpt",
+    "lfm2",
+    "mamba2",
+    "jamba",
+    "bamba",
+    "falcon_h1",
+    "minimax",
+    "recurrent_gemma",
+)
 """Whose documents of one row see each other as they are built here: `test_hf_probe` is about them."""
 SLOW = (
     "olmo_hybrid",
@@ -46,12 +58,10 @@ def materialized(folder: Path, **args: Any) -> Any:
 
 @pytest.mark.parametrize("kind", READ)
 def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     folder = hf_folders.make(tmp_path / kind, kind)
     model = materialized(folder)
     import_hf(folder, model, names=model.own_family.load_hf().key_map)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = hf_folders.auto_class(kind).from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         want = reference(ids, use_cache=False).logits

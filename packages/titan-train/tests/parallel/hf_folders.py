@@ -110,16 +110,22 @@ SHARP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_
 """Whose scores are not scaled down, or whose state answers keys of length 1: larger weights make rounding grow each step."""
 
 
+def auto_class(kind: str) -> Any:
+    """transformers' class that makes and reads such a model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    # where transformers has this decoder, which sees nothing
+    return AutoModelForImageTextToText if kind == "mistral4" else AutoModelForCausalLM
+
+
 def make(folder: Path, kind: str, *, vocab_size: int = 96, seed: int = 0, **changes: Any) -> Path:
     """Write a folder with transformers' own ``save_pretrained``."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import CONFIG_MAPPING
 
     base = {key: value for key, value in _BASE.items() if "kv_lora_rank" not in FOLDERS[kind] or key != "head_dim"}
     config = CONFIG_MAPPING[kind](**base | FOLDERS[kind] | {"vocab_size": vocab_size} | changes)
     torch.manual_seed(seed)
-    # where transformers has this decoder, which sees nothing
-    maker = AutoModelForImageTextToText if kind == "mistral4" else AutoModelForCausalLM
-    model = maker.from_config(config, dtype=torch.float32)
+    model = auto_class(kind).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         share = 0.5 if kind in SHARP else 1.0
         for parameter in model.parameters():

@@ -82,8 +82,8 @@ def test_norms_of_queries_and_keys_are_those_of_the_plan() -> None:
         )
     }
     assert normed == {
-        "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "gemma4_text", "olmo2", "olmo3",
-        "olmo_hybrid", "glm4_moe", "minimax_m2", "hunyuan_v1_dense", "hunyuan_v1_moe",
+        "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "gemma3n_text", "gemma4_text",
+        "olmo2", "olmo3", "olmo_hybrid", "glm4_moe", "minimax_m2", "hunyuan_v1_dense", "hunyuan_v1_moe",
     }  # fmt: skip
 
 

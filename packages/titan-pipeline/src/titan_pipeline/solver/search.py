@@ -32,8 +32,8 @@ from titan_pipeline.solver.annealing import Annealing, SolveProgress
 from titan_pipeline.solver.orders import Order, Problem
 from titan_pipeline.solver.scoring import score
 
-_PROOF = 20
-"""Time to decode and verify a schedule, relative to playing it."""
+_PROOF = 10
+"""Time to decode and verify a schedule, relative to playing it, at most."""
 
 _SECONDS_PER_ACTION = 2e-4
 """Of writing a constraint program down and presolving it, at least."""

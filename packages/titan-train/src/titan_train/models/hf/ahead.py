@@ -20,6 +20,7 @@ from titan_train.models.hf.folder import DEPTH
 from titan_train.models.hf.plans import HFPlan
 from titan_train.models.hf.stage_layers import StageLayers
 from titan_train.models.hf.state import has_state
+from titan_train.models.traits import traits_of
 
 
 class LayerCall:
@@ -54,7 +55,7 @@ def add_modules(model: Any, depth: int, name: str) -> None:
     Raises:
         ValueError: The family has no plan, its last layer is none that can be had once more, or its head cannot be shared.
     """
-    plan: HFPlan | None = getattr(model, "plan", None)
+    plan: HFPlan | None = traits_of(model).plan
     kind = model.published["model_type"]
     asked = f"model.args.{DEPTH}={depth} of {name!r}"
     if plan is None:

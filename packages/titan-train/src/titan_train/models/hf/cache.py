@@ -22,6 +22,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from titan_train.models.hf.attention import NAME
 from titan_train.models.hf.plans import HFPlan
 from titan_train.models.hf.state import has_state
+from titan_train.models.traits import traits_of
 
 _NAMES = ("past_key_values", "cache_params")
 """What families call the argument for their cache."""
@@ -60,7 +61,7 @@ def new_cache(model: Any) -> CountedCache | None:
 
 def _is_cut(model: Any) -> bool:
     """Whether this process has only parts of the parameters: sharded, or some rows of the head (tensor parallelism)."""
-    plan: HFPlan | None = getattr(model, "plan", None)
+    plan: HFPlan | None = traits_of(model).plan
     head = None if plan is None else getattr(model.get_submodule(plan.head), "weight", None)
     rows = model.config.get_text_config().vocab_size
     return (head is not None and head.shape[0] != rows) or any(isinstance(p, DTensor) for p in model.parameters())

@@ -26,6 +26,7 @@ from titan_train.models.hf.names import key_map_of
 from titan_train.models.hf.plans import HFPlan, without_dense_region
 from titan_train.models.hf.stage_layers import Gone, StageLayers
 from titan_train.models.hf.state import StateRows, has_state, packed_rows
+from titan_train.models.traits import traits_of
 
 _LOGITS_CHANGED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Fields of ``config.json`` by which a family changes logits after the head."""
@@ -43,7 +44,7 @@ class HFModel(nn.Module):
 
     def repeated_layers(self) -> list[nn.Module]:
         """The decoder's layers."""
-        plan: HFPlan | None = getattr(self, "plan", None)
+        plan: HFPlan | None = traits_of(self).plan
         if plan is not None:
             return list(self.get_submodule(plan.layers).children())
         lists = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
@@ -84,7 +85,7 @@ class HFModel(nn.Module):
     @property
     def own_family(self) -> HFFamily:
         """Its tensor-parallel styles, and its names and description in files."""
-        key_map = key_map_of(self, self.published["model_type"], getattr(self, "plan", None))
+        key_map = key_map_of(self, self.published["model_type"], traits_of(self).plan)
         return family_of_model(self, key_map, getattr(self, "tensor_styles", {}))
 
     def _document_masks(self, positions: Tensor) -> Any:
