@@ -18,18 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 import hf_folders
 
 ALONE = (
-    "bloom",
-    "opt",
-    "xglm",
-    "biogpt",
-    "lfm2",
-    "mamba2",
-    "jamba",
-    "bamba",
-    "falcon_h1",
-    "minimax",
-    "recurrent_gemma",
-)
+    "bloom", "opt", "xglm", "biogpt", "lfm2", "mamba2", "jamba", "bamba", "falcon_h1", "minimax", "recurrent_gemma",
+)  # fmt: skip
 """Whose documents of one row see each other as they are built here: `test_hf_probe` is about them."""
 SLOW = (
     "olmo_hybrid",
