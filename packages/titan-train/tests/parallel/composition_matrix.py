@@ -1,6 +1,7 @@
 """Which combinations of parallelisms the matrix runs, and what each setting means in the configuration."""
 
 import itertools
+import math
 from dataclasses import dataclass
 
 DENSE = {"model": {"name": "llama3_debug", "seq_len": 32, "args": {"num_layers": 4, "num_kv_heads": 4}}}
@@ -43,9 +44,8 @@ SETTINGS = {
     "checkpointing": Setting({"activations": {"checkpoint": "selective"}}, 1, "activations"),
     "tiles": Setting({"activations": {"mlp_tiles": 4}}, 1, "activations"),
     "compile": Setting({"compile": {"enabled": True, "backend": "aot_eager"}}, 1, "compile"),
+    "recomputing": Setting({"activations": {"checkpoint": "full"}}, 1, "activations"),
 }
-IN_TRIPLES = {"recomputing": Setting({"activations": {"checkpoint": "full"}}, 1, "activations")}
-"""More, for combinations of three and four alone."""
 
 REFUSED = {
     frozenset({"ddp", "ep"}): "would cross dp_replicate",
@@ -53,27 +53,14 @@ REFUSED = {
 }
 """Combinations that must not start, and a few words of the reason."""
 
-TRIPLES = [
-    ("fsdp", "tp+sp", "pp 1f1b"),
-    ("fsdp", "tp+sp", "pp zbv"),
-    ("fsdp", "tp", "cp ring"),
-    ("fsdp", "tp+sp", "cp ulysses"),
-    ("fsdp", "cp ring", "pp zb_h2"),
-    ("fsdp", "cp ulysses", "pp zbv"),
-    ("ddp", "tp+sp", "pp 1f1b"),
-    ("ddp", "cp ring", "pp 1f1b"),
-    ("tp+sp", "cp ring", "pp zbv"),
-    ("async tp", "cp ring", "pp 1f1b"),
+MORE = [
     ("fsdp", "tp+sp", "pp zbv", "checkpointing"),
     ("fsdp", "tp+sp", "cp ring", "checkpointing"),
     ("fsdp", "tp+sp", "pp zb_h2", "float8"),
     ("fsdp", "cp ring", "pp zbv", "float8"),
-    ("hsdp", "tp+sp", "checkpointing"),
-    ("hsdp", "pp zbv", "checkpointing"),
     ("fsdp", "tp+sp", "ep", "checkpointing"),
     ("fsdp", "pp zbv", "ep", "tp+sp"),
     ("fsdp", "cp ring", "ep", "pp 1f1b"),
-    ("hsdp", "ep", "checkpointing"),
     # blocks that are compiled in pieces, each with its recomputation
     ("fsdp", "cp ring", "compile", "checkpointing"),
     ("cp ring", "pp zbv", "compile", "checkpointing"),
@@ -81,7 +68,7 @@ TRIPLES = [
     ("fsdp", "ep", "compile", "checkpointing"),
     ("ep", "pp zbv", "compile", "recomputing"),
 ]
-"""Combinations of three and four on 8 ranks; those with ep are for the mixture of experts."""
+"""Combinations that people run, beside those that cover all pairs."""
 
 ALL_FIVE = {
     "parallel": {"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 4},
@@ -108,30 +95,54 @@ FAST = [
 
 
 def combinations():
-    """Every (model, settings) of the matrix that is a combination at all."""
+    """Every (model, settings) of the matrix: each pair of settings is in one, with as many others as fit beside it."""
     for model in MODELS:
-        for pair in itertools.combinations(SETTINGS, 2):
-            if SETTINGS[pair[0]].axis != SETTINGS[pair[1]].axis and (model in WITH_EXPERTS or "ep" not in pair):
-                yield model, pair
-        for names in TRIPLES:
-            if model == "hybrid" or ("ep" in names) == (model == "moe"):
+        covering = [*_covering(model)]
+        yield from ((model, names) for names in covering)
+        for names in MORE:
+            known = any(set(names) <= set(row) for row in covering)
+            if not known and (model == "hybrid" or ("ep" in names) == (model == "moe")):
                 yield model, names
+
+
+def _covering(model):
+    """Combinations on at most 8 ranks that hold all pairs, chosen greedily; those that must not start, by themselves.
+
+    A pair without float8 is in one without float8, whose tolerance would hide an error.
+    """
+    axes = {}
+    for name, setting in SETTINGS.items():
+        if model in WITH_EXPERTS or name != "ep":
+            axes.setdefault(setting.axis, [None]).append(name)
+    refused = [pair for pair in map(frozenset, REFUSED) if model in WITH_EXPERTS]
+    rows = []
+    for chosen in itertools.product(*axes.values()):
+        names = tuple(name for name in chosen if name is not None)
+        ranks = math.prod(SETTINGS[name].ranks for name in names)
+        if ranks <= 8 and not any(pair <= set(names) for pair in refused):
+            rows.append((names, ranks, {frozenset(pair) for pair in itertools.combinations(names, 2)}))
+    for float8 in (False, True):
+        some = [row for row in rows if ("float8" in row[0]) == float8]
+        missing = {pair for _, _, pairs in some for pair in pairs if not float8 or "float8" in pair}
+        while missing:
+            names, _, pairs = max(some, key=lambda row: (len(row[2] & missing), -row[1], -len(row[0])))
+            missing -= pairs
+            yield names
+    yield from (tuple(name for name in SETTINGS if name in pair) for pair in refused)
 
 
 def sections_of(model, names):
     """The configuration of a combination, over that of its model."""
     merged = {section: dict(values) for section, values in MODELS[model].items()}
     for name in names:
-        for section, values in (SETTINGS | IN_TRIPLES)[name].sections.items():
+        for section, values in SETTINGS[name].sections.items():
             merged[section] = merged.get(section, {}) | values
     return merged
 
 
 def ranks_of(names):
     """Ranks of a combination: 8 from three settings on or with hsdp, otherwise 4."""
-    product = 1
-    for name in names:
-        product *= (SETTINGS | IN_TRIPLES)[name].ranks
+    product = math.prod(SETTINGS[name].ranks for name in names)
     return 8 if product > 4 or len(names) > 2 else 4
 
 

@@ -20,6 +20,10 @@ def model():
     return made
 
 
+def norms_by_layer(gradients):
+    return gradients.norms_by_layer(gradients.local(), torch.device("cpu"))
+
+
 def expected(model):
     """Of both layers, then of all else."""
     groups = [*(list(layer.parameters()) for layer in model.layers), [model.embedding, model.head]]
@@ -27,28 +31,28 @@ def expected(model):
 
 
 def test_each_layer_and_all_else_have_the_norm_of_their_elements(model):
-    norms = Gradients([model]).norms_by_layer(torch.device("cpu"))
+    norms = norms_by_layer(Gradients([model]))
     assert norms.tolist() == pytest.approx(expected(model), rel=1e-6)
 
 
 def test_a_parameter_without_a_gradient_is_left_out_and_counts_again_later(model):
     gradients = Gradients([model])
-    gradients.norms_by_layer(torch.device("cpu"))
+    norms_by_layer(gradients)
     kept, model.layers[1].weight.grad = model.layers[1].weight.grad, None
-    assert gradients.norms_by_layer(torch.device("cpu")).tolist() == pytest.approx(expected(model), rel=1e-6)
+    assert norms_by_layer(gradients).tolist() == pytest.approx(expected(model), rel=1e-6)
     model.layers[1].weight.grad = kept
-    assert gradients.norms_by_layer(torch.device("cpu")).tolist() == pytest.approx(expected(model), rel=1e-6)
+    assert norms_by_layer(gradients).tolist() == pytest.approx(expected(model), rel=1e-6)
 
 
 def test_what_is_not_finite_stays_in_its_layer(model):
     model.layers[0].bias.grad[1] = math.nan
-    broken, *others = Gradients([model]).norms_by_layer(torch.device("cpu")).tolist()
+    broken, *others = norms_by_layer(Gradients([model])).tolist()
     assert math.isnan(broken)
     assert others == pytest.approx(expected(model)[1:], rel=1e-6)
 
 
 def test_half_precision_gradients_are_summed_in_float32(model):
     halves = model.to(torch.bfloat16)
-    norms = Gradients([halves]).norms_by_layer(torch.device("cpu"))
+    norms = norms_by_layer(Gradients([halves]))
     assert norms.dtype == torch.float32
     assert norms.tolist() == pytest.approx(expected(halves), rel=1e-5)

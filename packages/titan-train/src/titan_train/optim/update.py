@@ -110,8 +110,9 @@ def decay_towards(weight: Tensor, update: Tensor, rate: float | Tensor) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """A tensor, or this rank's part of one that is sharded; it shares memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """A tensor, or this rank's part of one that is sharded; it shares memory. Not for autograd."""
+    # `to_local` without autograd, which also makes a parameter of a parameter's part: ten times as long
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportPrivateUsage]
 
 
 def plain_tensor(tensor: Tensor | None) -> Tensor:

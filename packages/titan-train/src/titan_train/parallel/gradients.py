@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_train.models import named_parameters
+from titan_train.optim.update import local_tensor
 from titan_train.parallel.param_shard import ParamShard
 
 _LAYER = re.compile(r"^(?!mtp\.)(?:.*?\.)??(\d+)\.")
@@ -60,15 +61,22 @@ class Gradients:
             _all_reduce(parameters, group)
 
     @torch.no_grad()
-    def square_norm(self) -> Tensor:
+    def local(self) -> dict[str, Tensor]:
+        """What this rank has of each gradient that there is, by name; it shares memory."""
+        return {name: local_tensor(p.grad) for name, p in self._named.items() if p.grad is not None}
+
+    @torch.no_grad()
+    def square_norm(self, local: Mapping[str, Tensor]) -> Tensor:
         """The share of this rank in the squared 2-norm of the whole gradient, float32; all ranks' shares add up to it.
 
         Each element counts once: a share is divided by the number of ranks that hold the same elements.
+
+        Args:
+            local: From `local`.
         """
         by_holders: dict[int, list[Tensor]] = {}
-        for name, parameter in self._named.items():
-            if parameter.grad is not None:
-                by_holders.setdefault(self._holders(name, parameter), []).append(_local_gradient(parameter))
+        for name, gradient in local.items():
+            by_holders.setdefault(self._holders(name), []).append(gradient)
         total: Tensor | None = None
         for holders, gradients in by_holders.items():
             norm = _norm(gradients)
@@ -77,11 +85,15 @@ class Gradients:
         return torch.zeros(()) if total is None else total
 
     @torch.no_grad()
-    def norms_by_layer(self, device: torch.device) -> Tensor:
+    def norms_by_layer(self, local: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """The 2-norm of the gradient of each numbered layer and, last, of all other parameters: float32 ``[L + 1]``.
 
         Collective over all ranks. Waits for the device the first time, to agree on L, and when other parameters have gradients
         than the last time. A layer is a number in a parameter's name, as in ``layers.7.attention.wq.weight``.
+
+        Args:
+            local: From `local`.
+            device: Of the result.
         """
         if not self._layer_of:
             self._layer_of = {name: int(match[1]) if (match := _LAYER.search(name)) else -1 for name in self._named}
@@ -90,10 +102,8 @@ class Gradients:
                 dist.all_reduce(count, op=dist.ReduceOp.MAX)
             self._num_layers = int(count)
         by_device: dict[torch.device, dict[str, Tensor]] = {}
-        for name, parameter in self._named.items():
-            if parameter.grad is not None:
-                gradient = _local_gradient(parameter)
-                by_device.setdefault(gradient.device, {})[name] = gradient
+        for name, gradient in local.items():
+            by_device.setdefault(gradient.device, {})[name] = gradient
         squares = torch.zeros(self._num_layers + 1, device=device)
         for where, of_names in by_device.items():
             in_layer, holders = self._places(where, tuple(of_names), device)
@@ -104,14 +114,6 @@ class Gradients:
             dist.all_reduce(squares)
         return squares.sqrt()
 
-    @torch.no_grad()
-    def scale(self, factor: Tensor) -> None:
-        """Multiply every gradient by ``factor``, in place."""
-        gradients = [_local_gradient(p) for p in self._named.values() if p.grad is not None]
-        for device in {g.device for g in gradients}:
-            scaled = [g for g in gradients if g.device == device]
-            torch._foreach_mul_(scaled, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
-
     def _places(self, where: torch.device, names: tuple[str, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Which of these parameters each layer has, bool ``[L + 1, N]``, and how many ranks hold each, ``[N]``.
 
@@ -121,24 +123,32 @@ class Gradients:
         if kept is None or kept[0] != names:
             layers = torch.tensor([self._layer_of[name] % (self._num_layers + 1) for name in names])
             in_layer = layers == torch.arange(self._num_layers + 1)[:, None]
-            holders = torch.tensor([self._holders(name, self._named[name]) for name in names])
+            holders = torch.tensor([self._holders(name) for name in names])
             kept = self._placed[where] = (names, in_layer.to(device), holders.to(device))
         return kept[1:]
 
-    def _holders(self, name: str, parameter: nn.Parameter) -> int:
+    def _holders(self, name: str) -> int:
         """How many ranks hold the same elements of this parameter."""
         if name not in self._holders_of:
             cut = self.cuts.get(name)
-            different = self.pp * _shards(parameter) * (1 if cut is None else cut.pieces)
+            different = self.pp * _shards(self._named[name]) * (1 if cut is None else cut.pieces)
             self._holders_of[name] = self.world_size // different * self.copies.get(name, 1)
         return self._holders_of[name]
+
+
+@torch.no_grad()
+def scale_gradients(local: Mapping[str, Tensor], factor: Tensor) -> None:
+    """Multiply gradients, from `Gradients.local`, by ``factor``, in place."""
+    for device in {gradient.device for gradient in local.values()}:
+        scaled = [gradient for gradient in local.values() if gradient.device == device]
+        torch._foreach_mul_(scaled, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     """The local part of the gradient, to be changed in place; zeros where no backward reached it."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return local_tensor(parameter.grad)
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -37,6 +37,7 @@ from titan_train.observe.timing import StepTimer
 from titan_train.optim.schedule import drop_frozen_gradients
 from titan_train.optim.spikes import Spikes
 from titan_train.optim.update import can_update, update
+from titan_train.parallel.gradients import scale_gradients
 from titan_train.parallel.qk_clip import QKClip
 from titan_train.train.observer import StepResult
 from titan_train.train.reduce_scope import ReduceScope
@@ -198,15 +199,16 @@ class OptimizerStep:
         with self._timer.phase("optimizer"):
             gradients.finish()
             drop_frozen_gradients(self._optimizer)
-            norms = gradients.norms_by_layer(self._device) if layer_norms else counts.new_empty(0)
-            sums = torch.stack([total, gradients.square_norm().to(self._device)])
+            local = gradients.local()
+            norms = gradients.norms_by_layer(local, self._device) if layer_norms else counts.new_empty(0)
+            sums = torch.stack([total, gradients.square_norm(local).to(self._device)])
             if ahead is not None:
                 sums = torch.cat([sums, ahead.flatten()])
             if not self._scope.counts_loss:
                 sums[0] = 0.0
             sums = self._scope.sum(sums)
             grad_norm = sums[1].sqrt()
-            gradients.scale(torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
+            scale_gradients(local, torch.clamp(self._max_norm / (grad_norm + 1e-6), max=1.0))
             updated = self._rerun is None and can_update(self._optimizer, self._device)
             if updated:
                 left_out = ~torch.isfinite(torch.stack([sums[0], grad_norm])).all()
