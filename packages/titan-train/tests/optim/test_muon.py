@@ -43,7 +43,7 @@ def taken(model, **settings):
 @pytest.mark.parametrize(("scale", "theirs"), [("moonlight", "match_rms_adamw"), ("original", "original")])
 def test_muon_is_that_of_torch(scale, theirs, nesterov):
     ours, reference = make(), make()
-    train(ours, build_optimizer(ours, muon(scale=scale, nesterov=nesterov)))
+    train(ours, build_optimizer(ours, muon(scale=scale, nesterov=nesterov, dtype="bf16")))
     matrices = [p for p in reference.parameters() if p.ndim == 2]
     vectors = [p for p in reference.parameters() if p.ndim == 1]
     train(
@@ -53,6 +53,16 @@ def test_muon_is_that_of_torch(scale, theirs, nesterov):
     )
     for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
         assert float((a - b).detach().abs().max()) <= (0.0 if a.ndim == 2 else 1e-6)  # AdamW: another kernel
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [("auto", None, torch.float32), ("auto", "cpu", torch.float32), ("auto", "cuda", torch.bfloat16),
+     ("bf16", "cpu", torch.bfloat16), ("fp32", "cuda", torch.float32)],
+)  # fmt: skip
+def test_newton_schulz_is_in_bf16_on_gpus_and_in_float32_on_a_cpu(dtype, device, expected):
+    made = build_optimizer(make(), muon(dtype=dtype), device=None if device is None else torch.device(device))
+    assert made._rule.dtype == expected
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -30,8 +30,9 @@ class MuonConfig:
     coefficients: Literal["quintic", "polar_express"] = "quintic"
     """Five Newton-Schulz steps with the same polynomial (quintic), or with five that converge faster (polar_express)."""
 
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """Dtype of the Newton-Schulz steps, and of what ranks exchange for them."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype of the Newton-Schulz steps, and of what ranks exchange for them. auto: bf16 on GPUs; fp32 on a CPU, which without units
+    for bf16 takes some thirty times as long for its products."""
 
     normuon: bool = False
     """Divide each row of the update by the root of a running mean of its squares (NorMuon)."""

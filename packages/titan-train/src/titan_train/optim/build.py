@@ -137,10 +137,12 @@ def _muon(
             stack = Stack((shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1]), parts)
             shard = None if cut is None or cut.pieces == 1 else LocalShard(cut.global_shape, cut.offset)
             matrices.append(MuonMatrix(name, parameter, stack, shard))
+    on_host = (device or groups[0].parameters[0].device).type == "cpu"
+    wide = muon.dtype == "fp32" or (muon.dtype == "auto" and on_host)
     rule = Rule(
         muon.coefficients,
         muon.scale,
-        torch.bfloat16 if muon.dtype == "bf16" else torch.float32,
+        torch.float32 if wide else torch.bfloat16,
         muon.normuon_beta2 if muon.normuon else None,
     )
     return Muon(
