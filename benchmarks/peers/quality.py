@@ -3,13 +3,13 @@
 Method: the same tokens to train on (the standard library's source), the same tokenizer of 4,096 tokens, one thread,
 float32. A step of each contestant is timed in turns with all others' (processor time of the process; the median), which
 gives the steps that fit ``--cpu-seconds``; its whole schedule lies inside them. Then all are scored on the same held-out
-windows, the quick start's own validation: 100 k labels that no seed changes, and the bytes of these. ``shipped`` is the
-quick start as it is. Published defaults: ``nanogpt documented`` is the CPU recipe of nanoGPT's README; ``hf course`` the
+windows of 256 labels, 100 k that no seed changes, and the bytes of these; who was trained on shorter windows reads them in
+blocks of its own length. ``shipped`` is the quick start as it is. Published defaults: ``nanogpt documented`` is the CPU recipe of nanoGPT's README; ``hf course`` the
 recipe of chapter 7.6 of the Hugging Face course, batches of 16 for its 256 (which would leave a handful of steps); ``hf
-defaults`` the ``TrainingArguments`` that the Trainer has by itself. All at our model's scale, width 192 and 4 layers, but
-for nanoGPT's own width of 128. Each of the three is then swept: six candidates, one seed, the same budget each, and its
-best is trained on five seeds too. What is shipped was itself chosen from twelve candidates of 300 s each, by
-`quickstart_sweep.py`.
+defaults`` the ``TrainingArguments`` that the Trainer has by itself. Peers are 192 wide, but for nanoGPT's documented recipe
+(128) and ``shape of ours``; all have 4 layers. Each of the three is then swept: six candidates, one seed, the same budget each,
+and its best is trained on five seeds too. What is shipped was itself chosen from some twenty more, by `quickstart_sweep.py`
+and by hand.
 
 Output: a line in ``--results`` for each run as it ends; a second call makes what is missing. Several calls beside each other
 share the work. At the end a table, and one JSON object.
@@ -42,17 +42,17 @@ LLAMA = HF | {"model": "llama"}
 SWEPT: dict[str, dict[str, dict[str, Any]]] = {
     "titan": {
         "shipped": {},
-        "lr 4e-3": {"--optimizer.lr": "4e-3"},
         "lr 2e-3": {"--optimizer.lr": "2e-3"},
         "lr 6e-3": {"--optimizer.lr": "6e-3"},
         "cosine": {"--schedule.name": "cosine"},
         "batch 4": {"--train.global-batch": "4"},
+        "adamw": {"--optimizer.name": "adamw"},
     },
     "nanogpt": {
         "documented": SMALL,
         "lr 4e-3": NANO | {"lr": 4e-3},
         "lr 2e-3": NANO | {"lr": 2e-3},
-        "lr 8e-3": NANO | {"lr": 8e-3},
+        "shape of ours, lr 3e-3": NANO | {"dim": 128, "block": 128, "lr": 3e-3},
         "lr 1e-3": NANO,
         "batch 4, lr 3e-3": NANO | {"batch": 4, "lr": 3e-3},
     },
@@ -60,7 +60,7 @@ SWEPT: dict[str, dict[str, dict[str, Any]]] = {
         "course": HF | {"block": 128, "batch": 16, "dropout": None, "lr": 5e-4},
         "llama, lr 4e-3": LLAMA | {"lr": 4e-3},
         "llama, lr 2e-3": LLAMA | {"lr": 2e-3},
-        "llama, lr 8e-3": LLAMA | {"lr": 8e-3},
+        "shape of ours, lr 3e-3": LLAMA | {"dim": 128, "block": 128},
         "gpt2, lr 3e-3": HF,
         "llama, batch 4, lr 4e-3": LLAMA | {"batch": 4, "lr": 4e-3},
     },
@@ -109,23 +109,26 @@ def best(runs: dict[Key, dict[str, Any]], peer: str) -> str | None:
     return min(found, key=found.__getitem__) if len(found) == len(SWEPT[peer]) else None
 
 
-def pending(results: Results, seeds: int) -> Iterator[Key]:
+def pending(results: Results, options: argparse.Namespace) -> Iterator[Key]:
     """What is to be done: the sweeps in turns, then each seed of ours and of the best, then of published defaults."""
     runs = results.runs()
-    in_turn = zip(*([(peer, name) for name in names] for peer, names in SWEPT.items()), strict=True)
-    wanted: list[Key] = [(*one, 0) for group in in_turn for one in group]
-    chosen = [(peer, name) for peer in SWEPT if (name := best(runs, peer)) is not None]
-    for group in ([("titan", "shipped"), *chosen], DEFAULTS):
-        wanted += [(*one, seed) for seed in range(seeds) for one in group]
+    wanted: list[Key] = [(*one, seed) for seed in range(options.seeds) for one in options.only]
+    if not wanted:
+        in_turn = zip(*([(peer, name) for name in names] for peer, names in SWEPT.items()), strict=True)
+        wanted = [(*one, 0) for group in in_turn for one in group]
+        chosen = [(peer, name) for peer in SWEPT if (name := best(runs, peer)) is not None]
+        for group in ([("titan", "shipped"), *chosen], DEFAULTS):
+            wanted += [(*one, seed) for seed in range(options.seeds) for one in group]
     yield from (key for key in dict.fromkeys(wanted) if key not in runs)
 
 
-def price(results: Results, corpus: Any, rounds: int) -> dict[str, float]:
+def price(results: Results, corpus: Any, options: argparse.Namespace) -> dict[str, float]:
     """Processor time of a step by what it depends on: measured in turns, once for all processes."""
     from recipes import Recipe, train
 
     every = {(peer, name): settings for peer, names in SWEPT.items() for name, settings in names.items()} | UNSWEPT
-    by_cost = {recipe.cost: recipe for (peer, _), settings in every.items() for recipe in [Recipe(peer, settings)]}
+    asked = [Recipe(one[0], every[one]) for one in options.only or every]
+    by_cost = {recipe.cost: recipe for recipe in asked}
     while True:
         known = {row["cost"]: row["seconds"] for row in results.rows("cost")}
         if known.keys() >= by_cost.keys():
@@ -135,7 +138,7 @@ def price(results: Results, corpus: Any, rounds: int) -> dict[str, float]:
             continue
         with claim:
             seconds: dict[str, list[float]] = {cost: [] for cost in by_cost}
-            for turn in range(rounds):
+            for turn in range(options.rounds):
                 order = [*by_cost.items()]
                 for cost, recipe in [*order[turn % len(order) :], *order[: turn % len(order)]]:
                     seconds[cost].append(train(recipe, corpus, SKIP + TIMED, 0, SKIP).cpu_s / TIMED)
@@ -152,8 +155,8 @@ def work(results: Results, options: argparse.Namespace) -> None:
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     corpus = Corpus()
-    prices = price(results, corpus, options.rounds)
-    while left := list(pending(results, options.seeds)):
+    prices = price(results, corpus, options)
+    while left := list(pending(results, options)):
         for peer, name, seed in left:
             if (claim := results.claim(f"{peer}-{name}-{seed}")) is None:
                 continue
@@ -207,6 +210,10 @@ def main() -> None:
     parser.add_argument("--cpu-seconds", type=float, default=60.0, help="processor time of each training")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3, help="turns in which a step is timed")
+    parser.add_argument(
+        "--only", nargs="+", default=[], type=lambda words: tuple(words.split(" ", 1)), metavar="PEER NAME",
+        help="no sweep: every seed of these, such as 'titan shipped' 'nanogpt documented'",
+    )  # fmt: skip
     parser.add_argument("--show", action="store_true", help="print what is finished, and train nothing")
     options = parser.parse_args()
     results = Results(options.results)

@@ -21,6 +21,7 @@ from titan_train import Trainer
 from titan_train.data import DataLoader
 from titan_train.inputs import open_inputs, prepare_inputs
 from titan_train.models import build_model
+from titan_train.models.common.attention import document_positions
 from titan_train.tokenizers import bits_per_byte
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from quickstart_sweep import configure
 
 HELD_OUT = 100_000
+WINDOW = 256
 WARM_UP = 0.05
 """Share of the steps over which every contestant's rate rises: 20 of the quick start's 400, 100 of nanoGPT's 2000 on a CPU."""
 
@@ -71,11 +73,13 @@ class Trained:
 
 
 class Corpus:
-    """The quick start's tokens: one stream to train on, and the held-out windows that its validation takes."""
+    """The quick start's tokens: one stream to train on, and held-out windows of `WINDOW` labels; who was trained on shorter ones
+    reads them in blocks of its own length.
+    """
 
     def __init__(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            self.config = configure([], Path(folder), 1, HELD_OUT)
+            self.config = configure(["--model.seq-len", str(WINDOW)], Path(folder), 1, HELD_OUT)
         prepare_inputs(self.config, quiet=True)
         inputs = open_inputs(self.config)
         assert inputs.validation is not None
@@ -133,8 +137,23 @@ def _titan(settings: dict[str, Any], corpus: Corpus, steps: int, seed: int, skip
             parameters = trainer.model.report.num_parameters
     model = build_model(config.model, vocab_size=corpus.vocab_size, device="cpu").eval()
     model.load_state_dict(state)
-    tokens = config.train.global_batch * config.model.seq_len
-    return Trained(spent, tokens, parameters, lambda b: model(b.tokens, positions=b.positions, cu_seqlens=b.cu_seqlens))
+    block = config.model.seq_len
+
+    def logits(batch: Any) -> Tensor:
+        if block == WINDOW:
+            return model(batch.tokens, positions=batch.positions, cu_seqlens=batch.cu_seqlens)
+        cu_seqlens = _documents(batch.positions.reshape(-1, block))
+        positions = document_positions(cu_seqlens, block)
+        return _in_blocks(lambda tokens: model(tokens, positions=positions, cu_seqlens=cu_seqlens), batch.tokens, block)
+
+    return Trained(spent, config.train.global_batch * block, parameters, logits)
+
+
+def _documents(positions: Tensor) -> Tensor:
+    """Where the documents of rows begin, which may have begun before the row; positions are counted within documents."""
+    starts = [[0, *(i for i in row.nonzero().flatten().tolist() if i), len(row)] for row in positions == 0]
+    most = max(map(len, starts))
+    return torch.tensor([row + [row[-1]] * (most - len(row)) for row in starts], dtype=torch.int32)
 
 
 class Block(nn.Module):
