@@ -4,12 +4,12 @@ Method: the same tokens to train on (the standard library's source), the same to
 float32. A step of each contestant is timed in turns with all others' (processor time of the process; the median), which
 gives the steps that fit ``--cpu-seconds``; its whole schedule lies inside them. Then all are scored on the same held-out
 windows of 256 labels, 100 k that no seed changes, and the bytes of these; who was trained on shorter windows reads them in
-blocks of its own length. ``shipped`` is the quick start as it is. Published defaults: ``nanogpt documented`` is the CPU recipe of nanoGPT's README; ``hf course`` the
-recipe of chapter 7.6 of the Hugging Face course, batches of 16 for its 256 (which would leave a handful of steps); ``hf
-defaults`` the ``TrainingArguments`` that the Trainer has by itself. Peers are 192 wide, but for nanoGPT's documented recipe
-(128) and ``shape of ours``; all have 4 layers. Each of the three is then swept: six candidates, one seed, the same budget each,
-and its best is trained on five seeds too. What is shipped was itself chosen from some twenty more, by `quickstart_sweep.py`
-and by hand.
+blocks of its own length. ``shipped`` is the quick start as it is. Published defaults: ``nanogpt documented`` is the CPU recipe
+of nanoGPT's README; ``hf course`` the recipe of chapter 7.6 of the Hugging Face course, batches of 16 for its 256 (which would
+leave a handful of steps); ``hf defaults`` the ``TrainingArguments`` that the Trainer has by itself. Peers are 192 wide, but for
+nanoGPT's documented recipe (128) and ``shape of ours``; all have 4 layers. Each of the three is then swept: six candidates, one
+seed, the same budget each, and its best is trained on five seeds too. What is shipped was itself chosen from some twenty more,
+by `quickstart_sweep.py` and by hand.
 
 Output: a line in ``--results`` for each run as it ends; a second call makes what is missing. Several calls beside each other
 share the work. At the end a table, and one JSON object.

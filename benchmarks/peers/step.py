@@ -1,4 +1,4 @@
-"""A training step of the quick start's model: what `titan-train run` takes by itself, beside the peers' best forms.
+"""A training step of a small Llama: what `titan-train run` takes by itself, beside the peers' best forms.
 
 Method: every contestant has the same module, weights, batches (8 x 256 tokens), AdamW, clip at 1 and float32, in a process
 of its own; the loss of the first step must be the same. ``titan``: the Trainer, one process with all cores, which is what
@@ -27,15 +27,26 @@ import turns
 
 CONTESTANTS = ("titan", "loop", "loop compiled", "loop ddp", "accelerate", "fabric", "hf trainer")
 BATCH, LR = 8, 1e-3
+MODEL = "{ dim = 192, num_layers = 4, num_heads = 4, num_kv_heads = 2, ffn_dim = 512 }"
 
 
 def build(folder: str):
-    """The trainer of the shipped quick start without saving and validating, at one learning rate."""
+    """The trainer of the shipped quick start with this model and AdamW, without saving and validating, at one learning rate."""
     from titan_train.config import load_config
     from titan_train.inputs import prepare_inputs
     from titan_train.train import Trainer
 
     words = ["--launch.device", "cpu", "--run.dir", folder, "--metrics.progress", "off", "--optimizer.lr", str(LR)]
+    words += [
+        "--model.args",
+        MODEL,
+        "--model.seq-len",
+        "256",
+        "--train.global-batch",
+        str(BATCH),
+        "--optimizer.name",
+        "adamw",
+    ]
     config = load_config("quickstart", [*words, "--schedule.warmup-steps", "0", "--train.steps", "1000000"])
     config = dataclasses.replace(
         config,

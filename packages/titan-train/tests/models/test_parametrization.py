@@ -108,7 +108,8 @@ def test_activations_move_as_far_at_any_width_under_muon(scale, lr):
 
 def test_check_prints_the_rates_of_groups(capsys):
     words = ["quickstart", "--model.parametrization", "mup", "--model.base-dim", "96", "--model.base-layers", "3"]
-    assert main(["check", *words]) == 0
+    args = "{ dim = 192, num_layers = 4, num_heads = 4, num_kv_heads = 2, ffn_dim = 512 }"
+    assert main(["check", *words, "--model.args", args, "--optimizer.name", "adamw"]) == 0
     printed = capsys.readouterr().out
     assert "(x 0.5), weight decay 0.2" in printed
     assert "(x 0.375), weight decay 0.267" in printed
