@@ -34,14 +34,14 @@ from titan_train.inputs import prepare_inputs
 from titan_train.train.observer import Observer
 
 ENTRIES: dict[str, tuple[list[str], tuple[float, ...]]] = {
-    "adamw": (["--optimizer.name", "adamw"], (5e-4, 1e-3, 2e-3, 4e-3)),
-    "muon": (["--optimizer.name", "muon"], (5e-4, 1e-3, 2e-3, 4e-3)),
+    "adamw": (["--optimizer.name", "adamw"], (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
+    "muon": (["--optimizer.name", "muon"], (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
     "normuon": (
         ["--optimizer.name", "muon", "--optimizer.muon.normuon", "true", "--optimizer.muon.coefficients", "polar_express"],
-        (5e-4, 1e-3, 2e-3, 4e-3),
+        (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
     ),
     "schedule_free": (
-        ["--optimizer.name", "schedule_free", "--schedule.name", "constant"], (1e-3, 2e-3, 4e-3, 8e-3)
+        ["--optimizer.name", "schedule_free", "--schedule.name", "constant"], (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
     ),
 }  # fmt: skip
 """Settings of each entry, and the learning rates that it may try: as many for each."""
