@@ -130,6 +130,12 @@ def draw(chosen: dict[str, list[dict[str, Any]]], target: float) -> str:
 
     parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 420" font-family="sans-serif" font-size="12">']
     parts.append('<rect width="780" height="420" fill="white"/>')
+    for tenth in range(math.ceil(5 * low), math.floor(5 * high) + 1):
+        y = 20 + 360 * (high - tenth / 5) / (high - low)
+        parts.append(f'<path d="{path([(0, tenth / 5), (steps, tenth / 5)])}" stroke="#eee" fill="none"/>')
+        parts.append(f'<text x="22" y="{y + 4:.0f}" fill="#666">{tenth / 5:.1f}</text>')
+    for step in range(0, steps + 1, max(1, steps // 6)):
+        parts.append(f'<text x="{40 + 700 * step / steps:.0f}" y="396" fill="#666">{step}</text>')
     parts.append(f'<path d="{path([(0, target), (steps, target)])}" stroke="#888" stroke-dasharray="4 4" fill="none"/>')
     parts.append(f'<text x="55" y="{15 + 360 * (high - target) / (high - low):.0f}">target {target}</text>')
     for number, (entry, runs) in enumerate(chosen.items()):
@@ -140,10 +146,11 @@ def draw(chosen: dict[str, list[dict[str, Any]]], target: float) -> str:
         parts.append(f'<path d="{path(mean)}" stroke="{colour}" stroke-width="2" fill="none"/>')
         reached = [found for one in runs if (found := steps_to(one["curve"], target)) is not None]
         parts.append(
-            f'<text x="480" y="{35 + 16 * number}" fill="{colour}">{entry}, lr {runs[0]["lr"]:g}: {interval(reached)}</text>'
+            f'<text x="450" y="{35 + 16 * number}" fill="{colour}">{entry}, lr {runs[0]["lr"]:g}: '
+            f"{interval(reached)} steps to the target</text>"
         )
     return "\n".join(
-        [*parts, '<text x="380" y="405">steps</text><text x="5" y="14">held-out loss, nats a byte</text></svg>\n']
+        [*parts, '<text x="380" y="414">steps</text><text x="5" y="12">held-out loss, nats a byte</text></svg>\n']
     )
 
 

@@ -53,8 +53,8 @@ def test_plan_takes_a_configuration_a_measured_machine_and_constants_of_ones_own
         str(hardware),
     ]
     assert main([*words, "--out", str(stem)]) == 0
-    assert "8 sequences of 256 tokens" in capsys.readouterr().out
-    assert "on NVIDIA Z900 x 2, 8 sequences of 256 tokens" in (tmp_path / "plan.html").read_text()
+    assert "8 sequences of 128 tokens" in capsys.readouterr().out
+    assert "on NVIDIA Z900 x 2, 8 sequences of 128 tokens" in (tmp_path / "plan.html").read_text()
     written = tomllib.loads((tmp_path / "plan.toml").read_text())
     assert written["extends"] == "quickstart"
     assert "name" not in written["model"]

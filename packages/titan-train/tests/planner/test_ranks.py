@@ -97,9 +97,10 @@ ONE_RANK = ["--launch.device", "cpu", "--launch.nproc", "1", "--train.microbatch
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "llama3_small"])
-@pytest.mark.parametrize("fused", ["true", "false"])
-def test_without_a_wrapper_arguments_alone_give_what_is_counted_on_the_module(name, fused):
-    config = load_config("debug", ["--model.name", name, "--train.fused_loss", fused, *ONE_RANK])
+@pytest.mark.parametrize(("fused", "optimizer"), [("true", "adamw"), ("false", "adamw"), ("true", "muon")])
+def test_without_a_wrapper_arguments_alone_give_what_is_counted_on_the_module(name, fused, optimizer):
+    words = ["--model.name", name, "--train.fused_loss", fused, "--optimizer.name", optimizer, *ONE_RANK]
+    config = load_config("debug", words)
     plan = plan_run(config, 1)
     assert decided_by_arguments(config, plan)
     model = validate(config, 1)

@@ -62,13 +62,13 @@ def decided_by_arguments(config: Config, plan: "RunPlan") -> bool:
     So it is for a shipped decoder of text on one rank, as long as no setting names parts of it, cuts it or changes its layers.
     """
     default, optimizer = Config(), config.optimizer
-    named = (optimizer.lr_scales, optimizer.weight_decays, optimizer.frozen_steps, config.train.freeze)
+    muon = (optimizer.muon.groups, optimizer.muon.splits, optimizer.muon.heads)
+    named = (optimizer.lr_scales, optimizer.weight_decays, optimizer.frozen_steps, config.train.freeze, *muon)
     return (
         plan.mode == "none"
         and plan.layout.num_ranks == 1
         and names_shipped(config.model.name, "text")
         and task_name(config) == "text"
-        and optimizer.name != "muon"
         and not any(named)
         and not config.model.init
         and not config.model.args.get("mtp_depth")

@@ -50,12 +50,12 @@ def whole_rank(config: Config, shape: ModelShape, *, rows: int) -> RankEstimate:
     activations = closed_form(config, shape, setup, range(shape.num_layers), rows=rows)
     assert activations is not None
     count = shape.parameters()
-    per_parameter, of_ends = config.state_bytes
-    assert per_parameter == of_ends
+    of_blocks, of_ends = config.state_bytes
+    in_blocks = sum(shape.totals)
     counted = {
         "parameters": 4.0 * count,
         "gradients": 4.0 * count,
-        "optimizer": per_parameter * count,
+        "optimizer": of_blocks * in_blocks + of_ends * (count - in_blocks),
         "activations": float(activations),
         "gathered": 0.0,
     }
