@@ -9,8 +9,7 @@ from titan_testing import run_ranks
 from titan_train import use_code
 from titan_train.config import parse_config
 from titan_train.config.optimizer import OptimizerConfig
-from titan_train.optim.update import local_tensor
-from titan_train.parallel.gradients import Gradients
+from titan_train.parallel.gradients import Gradients, local_tensor
 from titan_train.train import Trainer
 
 MUON = {"name": "muon", "lr": 1e-3, "muon": {"dtype": "fp32"}}

@@ -117,7 +117,7 @@ def test_without_a_wrapper_arguments_alone_give_what_is_counted_on_the_module(na
         ["--model.name", "flux_tiny"],
         ["--train.dtype", "bf16"],
         ["--train.freeze", "norm"],
-        ["--optimizer.name", "muon"],
+        ["--optimizer.name", "muon", "--optimizer.muon.groups", '{lm_head = "muon"}'],
         ["--optimizer.lr_scales", "{norm = 0.5}"],
         ["--kernels.rms_norm", "torch"],
         ["--qk_clip.threshold", "50"],

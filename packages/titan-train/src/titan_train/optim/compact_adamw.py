@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_train.optim.compact_states import block_length, decode, encode, random_bits, stochastic_bf16
-from titan_train.optim.update import closure_loss, decay_towards, local_tensor, plain_tensor
+from titan_train.optim.update import closure_loss, decay_towards, plain_tensor
+from titan_train.parallel.gradients import local_tensor
 
 States = Literal["fp32", "bf16", "int8"]
 _STRETCH = 1 << 22

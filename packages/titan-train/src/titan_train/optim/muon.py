@@ -23,7 +23,8 @@ from titan_train.exchange import gather_values
 from titan_train.optim.muon_step import MuonBucket, MuonMatrix, MuonStep
 from titan_train.optim.newton_schulz import Rule
 from titan_train.optim.ownership import Box, OwnedUnit, OwnershipPlan, alike, plan_ownership
-from titan_train.optim.update import closure_loss, local_tensor, update_group
+from titan_train.optim.update import closure_loss, update_group
+from titan_train.parallel.gradients import local_tensor
 
 
 class Muon(torch.optim.Optimizer):

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import AdamW, adamw
+
+from titan_train.parallel.gradients import local_tensor
 
 
 def closure_loss(closure: Callable[[], float] | None) -> float | None:
@@ -107,12 +108,6 @@ def decay_towards(weight: Tensor, update: Tensor, rate: float | Tensor) -> None:
         rate: Learning rate times weight decay; a scalar on the same device where the host does not know it.
     """
     weight.mul_(1 - rate * (update * weight >= 0))  # NaN: no decay
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """A tensor, or this rank's part of one that is sharded; it shares memory. Not for autograd."""
-    # `to_local` without autograd, which also makes a parameter of a parameter's part: ten times as long
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportPrivateUsage]
 
 
 def plain_tensor(tensor: Tensor | None) -> Tensor:

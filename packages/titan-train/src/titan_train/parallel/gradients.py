@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_train.models import named_parameters
-from titan_train.optim.update import local_tensor
 from titan_train.parallel.param_shard import ParamShard
 
 _LAYER = re.compile(r"^(?!mtp\.)(?:.*?\.)??(\d+)\.")
@@ -134,6 +133,12 @@ class Gradients:
             different = self.pp * _shards(self._named[name]) * (1 if cut is None else cut.pieces)
             self._holders_of[name] = self.world_size // different * self.copies.get(name, 1)
         return self._holders_of[name]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """A tensor, or this rank's part of one that is sharded; it shares memory. Not for autograd."""
+    # `to_local` without autograd, which also makes a parameter of a parameter's part: ten times as long
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportPrivateUsage]
 
 
 @torch.no_grad()
