@@ -4,7 +4,7 @@ Method: a byte-level Llama of 0.5 M parameters on Python's standard library, 16 
 Each entry first tries the same number of learning rates with seed 0, for as many steps as every run has; its best goes on with
 every seed, of weights and of the order of the data. A run is validated every 20 steps on the same 16 k bytes; the steps to the
 target are interpolated between two validations. Processor time of a step is that of the median step without validation.
-The target is what AdamW at its best rate reaches with every seed, taken before any other entry had run.
+The target is what AdamW at its best rate reaches with every seed.
 Output: a line for each run as it ends, kept in ``--results``, so that the command goes on where it was stopped; a table with
 intervals (95 %, Student's t, over seeds); ``--page`` writes all curves; the last line is one JSON object.
 Limits: a small model and short runs; no entry's momentum or weight decay is tuned. Newton-Schulz is 1.1 GFLOP of a step's 7: far
@@ -33,18 +33,17 @@ from titan_train.config import Config
 from titan_train.inputs import prepare_inputs
 from titan_train.train.observer import Observer
 
-ENTRIES: dict[str, tuple[list[str], tuple[float, ...]]] = {
-    "adamw": (["--optimizer.name", "adamw"], (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
-    "muon": (["--optimizer.name", "muon"], (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)),
-    "normuon": (
-        ["--optimizer.name", "muon", "--optimizer.muon.normuon", "true", "--optimizer.muon.coefficients", "polar_express"],
-        (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
-    ),
-    "schedule_free": (
-        ["--optimizer.name", "schedule_free", "--schedule.name", "constant"], (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
-    ),
+ENTRIES = {
+    "adamw": ["--optimizer.name", "adamw"],
+    "muon": ["--optimizer.name", "muon"],
+    "normuon": [
+        "--optimizer.name", "muon", "--optimizer.muon.normuon", "true", "--optimizer.muon.coefficients", "polar_express",
+    ],
+    "schedule_free": ["--optimizer.name", "schedule_free", "--schedule.name", "constant"],
 }  # fmt: skip
-"""Settings of each entry, and the learning rates that it may try: as many for each."""
+"""Settings of each entry."""
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+"""Learning rates that each entry tries."""
 STEPS, EVERY, TARGET = 300, 20, 1.80
 T95 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for 95 % by degrees of freedom, from 0."""
@@ -82,7 +81,7 @@ def configure(entry: str, lr: float, seed: int, steps: int, folder: Path, cache:
         "--train.global-batch", "16", "--schedule.warmup-steps", warmup, "--validation.every", every,
         "--validation.steps", "8", "--validation.sample-tokens", "0", "--checkpoint.every", "0", "--metrics.progress", "off",
         "--metrics.report", "false", "--launch.device", "cpu", "--launch.nproc", "1", "--optimizer.lr", str(lr),
-        *ENTRIES[entry][0],
+        *ENTRIES[entry],
     ])  # fmt: skip
 
 
@@ -124,20 +123,22 @@ def draw(chosen: dict[str, list[dict[str, Any]]], target: float) -> str:
 
     steps = max(step for runs in chosen.values() for one in runs for step, _ in one["curve"])
 
+    def place(step: float, loss: float) -> tuple[float, float]:
+        return 50 + 700 * step / steps, 20 + 360 * (high - loss) / (high - low)
+
     def path(points: Sequence[Sequence[float]]) -> str:
-        at = [(50 + 700 * step / steps, 20 + 360 * (high - loss) / (high - low)) for step, loss in points]
-        return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
+        return "M" + "L".join("{:.1f} {:.1f}".format(*place(*point)) for point in points)
 
     parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 420" font-family="sans-serif" font-size="12">']
     parts.append('<rect width="780" height="420" fill="white"/>')
-    for tenth in range(math.ceil(5 * low), math.floor(5 * high) + 1):
-        y = 20 + 360 * (high - tenth / 5) / (high - low)
-        parts.append(f'<path d="{path([(0, tenth / 5), (steps, tenth / 5)])}" stroke="#eee" fill="none"/>')
-        parts.append(f'<text x="22" y="{y + 4:.0f}" fill="#666">{tenth / 5:.1f}</text>')
+    for fifth in range(math.ceil(5 * low), math.floor(5 * high) + 1):
+        loss = fifth / 5
+        parts.append(f'<path d="{path([(0, loss), (steps, loss)])}" stroke="#eee" fill="none"/>')
+        parts.append(f'<text x="22" y="{place(0, loss)[1] + 4:.0f}" fill="#666">{loss:.1f}</text>')
     for step in range(0, steps + 1, max(1, steps // 6)):
-        parts.append(f'<text x="{40 + 700 * step / steps:.0f}" y="396" fill="#666">{step}</text>')
+        parts.append(f'<text x="{place(step, low)[0] - 10:.0f}" y="396" fill="#666">{step}</text>')
     parts.append(f'<path d="{path([(0, target), (steps, target)])}" stroke="#888" stroke-dasharray="4 4" fill="none"/>')
-    parts.append(f'<text x="55" y="{15 + 360 * (high - target) / (high - low):.0f}">target {target}</text>')
+    parts.append(f'<text x="55" y="{place(0, target)[1] - 5:.0f}">target {target}</text>')
     for number, (entry, runs) in enumerate(chosen.items()):
         colour = COLOURS[number % len(COLOURS)]
         curves = [one["curve"][1:] for one in runs]
@@ -188,7 +189,7 @@ def main() -> None:
 
     chosen: dict[str, list[dict[str, Any]]] = {}
     for entry in names:
-        tried = [result(entry, lr, 0) for lr in ENTRIES[entry][1]]
+        tried = [result(entry, lr, 0) for lr in RATES]
         best = min(tried, key=lambda one: (steps_to(one["curve"], arguments.target) or math.inf, one["curve"][-1][1]))[
             "lr"
         ]

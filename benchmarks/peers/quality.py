@@ -66,13 +66,10 @@ SWEPT: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 DEFAULTS = (("titan", "shipped"), ("nanogpt", "documented"), ("hf", "course"), ("hf", "defaults"))
-UNSWEPT = {("hf", "defaults"): HF | {"dropout": None, "schedule": None}}
+EVERY = {(peer, name): settings for peer, names in SWEPT.items() for name, settings in names.items()}
+EVERY["hf", "defaults"] = HF | {"dropout": None, "schedule": None}
 SKIP, TIMED = 1, 3
 Key = tuple[str, str, int]
-
-
-def settings_of(peer: str, name: str) -> dict[str, Any]:
-    return SWEPT[peer].get(name, UNSWEPT.get((peer, name), {}))
 
 
 class Results:
@@ -126,8 +123,7 @@ def price(results: Results, corpus: Any, options: argparse.Namespace) -> dict[st
     """Processor time of a step by what it depends on: measured in turns, once for all processes."""
     from recipes import Recipe, train
 
-    every = {(peer, name): settings for peer, names in SWEPT.items() for name, settings in names.items()} | UNSWEPT
-    asked = [Recipe(one[0], every[one]) for one in options.only or every]
+    asked = [Recipe(one[0], EVERY[one]) for one in options.only or EVERY]
     by_cost = {recipe.cost: recipe for recipe in asked}
     while True:
         known = {row["cost"]: row["seconds"] for row in results.rows("cost")}
@@ -163,7 +159,7 @@ def work(results: Results, options: argparse.Namespace) -> None:
             with claim:
                 if (peer, name, seed) in results.runs():
                     break
-                recipe = Recipe(peer, settings_of(peer, name))
+                recipe = Recipe(peer, EVERY[peer, name])
                 steps = max(10, round(options.cpu_seconds / prices[recipe.cost]))
                 trained = train(recipe, corpus, steps, seed)
                 results.add(
@@ -216,6 +212,8 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--show", action="store_true", help="print what is finished, and train nothing")
     options = parser.parse_args()
+    if unknown := [one for one in options.only if one not in EVERY]:
+        parser.error(f"--only {' '.join(unknown[0])!r}: there are {', '.join(map(' '.join, EVERY))}.")
     results = Results(options.results)
     if others := {row["cpu_seconds"] for row in results.rows("run")} - {options.cpu_seconds}:
         parser.error(f"{options.results} has runs of {others.pop()} CPU seconds; name another file, or that budget.")
