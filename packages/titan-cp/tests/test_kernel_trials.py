@@ -202,6 +202,33 @@ def test_without_a_gpu_or_the_package_the_reason_is_said():
     assert "cpu: torch, in chunks: fla's chunk_simple_gla needs CUDA tensors, got cpu" in text
 
 
+@pytest.mark.parametrize("kind", NAMES)
+def test_tensors_of_the_cpu_try_no_kernel_on_a_machine_with_the_package_and_a_gpu(kind, monkeypatch):
+    """Triton takes their addresses for addresses on the GPU, and an illegal access there ends the process' CUDA context."""
+
+    def never(**keywords):
+        raise AssertionError("a kernel was called")
+
+    for module, function in NAMES.values():
+        found = types.ModuleType(module)
+        setattr(found, function, never)
+        monkeypatch.setitem(sys.modules, module, found)
+    monkeypatch.setattr(kernels, "_installed", lambda package: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    backends.forget_choices()
+    given, (numbers, boundaries) = inputs(kind), documents(80)
+    for rows in ({}, {"documents": numbers, "boundaries": boundaries}):
+        out, _ = local_linear_attention(*given, **rows)
+        out.sum().backward()
+    for choice in kernel_choices():
+        assert choice.used.name == "torch"
+        assert choice.reasons[f"fla's {NAMES[kind][1]}"] == "passed over: needs CUDA tensors, got cpu"
+    assert len(kernel_choices()) == 2
+    (reason,) = (found.problem for found in kernels.candidates(kind, torch.device("cuda"), torch.bfloat16))
+    assert reason is None, "there it would be tried"
+    backends.forget_choices()
+
+
 def test_short_rows_and_a_state_that_goes_on_try_nothing(installed):
     stub = installed(Calls())
     given = inputs("gated_delta")

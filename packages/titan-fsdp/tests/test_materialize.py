@@ -168,6 +168,17 @@ def test_buffers_that_are_not_on_meta_keep_their_values() -> None:
     assert model.steps.tolist() == [5.0]
 
 
+def test_buffers_can_be_elsewhere_than_parameters() -> None:
+    """With CPU offload FSDP brings parameters to the device, and nothing else. meta stands for that device."""
+    with torch.device("meta"):
+        model = nn.Sequential(Rotary(8), Resets(), nn.BatchNorm1d(4))
+    model[1].steps = torch.full((1,), 5.0)
+    materialize(model, "cpu", never_a_buffer, buffer_device="meta")
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    assert model[0].cache.is_meta
+
+
 def test_the_models_own_init_weights_overrides_reset_parameters() -> None:
     with torch.device("meta"):
         model = Model()

@@ -185,7 +185,7 @@ def scaled_mm(
         scaling_a: How ``a`` was cast.
         scaling_b: How ``b`` was cast.
         out_dtype: Of the result.
-        fast_accum: Hopper's short accumulator; nothing on other devices.
+        fast_accum: Allow Hopper's short accumulator; nothing on other devices and for block scales.
         bias: Added to each row before the one rounding, ``[Np]``.
 
     Returns:

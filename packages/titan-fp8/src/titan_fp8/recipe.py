@@ -70,8 +70,9 @@ class Recipe:
     wgrad: Literal["fp8", "hp"] = "fp8"
     """The weight gradient in float8, or from the input and gradient in high precision (which are then kept)."""
     fast_accum: tuple[bool, bool, bool] = (True, False, False)
-    """Hopper's short accumulator (about 14 bits) for forward, input gradient, weight gradient. The last sums over all
-    tokens, where the error would grow to percents; blocks are promoted to float32 every 128 values in any case."""
+    """Whether the forward, the input gradient and the weight gradient may use Hopper's short accumulator (about 14 bits). The
+    last sums over all tokens, where the error would grow to percents. Only products of tensor and row scales have one: blocks
+    are promoted to float32 every 128 values, whatever this says."""
 
     def __post_init__(self) -> None:
         grans = (self.x.gran, self.w.gran, self.g.gran)

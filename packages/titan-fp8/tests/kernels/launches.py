@@ -1,4 +1,6 @@
-"""Every launch of a Triton kernel bound and compiled as on a Hopper GPU, without one; prints how many there were.
+"""Every launch of a Triton kernel bound and compiled as on a Hopper GPU, without one; prints what was found.
+
+With ``one_column``, only casts of matrices with a size of 1.
 
 The wrappers get CPU tensors of many shapes; in place of a driver stands one that knows only its target, and a launch
 stops once the kernel is compiled. That covers what the interpreter and compiling by hand skip: how arguments bind, and
@@ -6,6 +8,11 @@ that Triton compiles a kernel anew where an integer is 1 (then a constant) or no
 """
 
 import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import triton
@@ -96,6 +103,16 @@ def call_everything():
     row.cast_row(torch.randn(16, 20000).bfloat16(), E4M3, True)
 
 
+def call_casts_of_one_column():
+    for x in (torch.ones(1, 1).bfloat16(), torch.ones(300, 1).bfloat16()):
+        block.cast_block(x, E4M3, False)
+        weights.cast_weight_block(x, E4M3, False)
+        weights.cast_weight_rows(x, E5M2, True)
+        mx.cast_mx(x, E4M3)
+        layer_norm.gelu_cast_block(x, E4M3, True)
+        grouped_cast.cast_grouped(x, torch.ones(1, dtype=torch.int32), E4M3, True, "block1x128")
+
+
 def call_grouped(x, g, experts):
     offs = torch.full((experts,), x.shape[0], dtype=torch.int32)
     for scaling in ("block1x128", "mx32", "tensor", "row"):
@@ -117,7 +134,29 @@ def call_grouped(x, g, experts):
     grouped_mm.grouped_scaled_mm_wgrad(gt, scale_g, xt, scale_x, ends, "block1x128", torch.bfloat16)
 
 
+def constant_arguments(kernel):
+    """Run-time arguments of a compiled kernel that became constants."""
+    return [p.name for p in kernel.src.fn.params if not p.is_constexpr and kernel.src.signature[p.name] == "constexpr"]
+
+
+def conversions_of_equals(kernel):
+    """Float8 conversions of a pair of the same register, which ptxas 12.9 merges with one another, wrongly."""
+    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        sass = subprocess.run([disassembler, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"F2FP\.SATFINITE\S+ \w+, (\w+)(?:\.reuse)?, \1\b.*", sass)
+
+
 if __name__ == "__main__":
     compiled = compile_instead_of_launching()
-    call_everything()
-    print(json.dumps({"launches": len(compiled), "kernels": len({kernel.hash for kernel in compiled})}))
+    call_casts_of_one_column() if sys.argv[1:] == ["one_column"] else call_everything()
+    kernels = {kernel.hash: kernel for kernel in compiled}
+    found = {
+        "launches": len(compiled),
+        "kernels": len(kernels),
+        "conversions": sum("cvt.rn.satfinite" in kernel.asm["ptx"] for kernel in kernels.values()),
+        "constants": {k.metadata.name: constant_arguments(k) for k in kernels.values() if constant_arguments(k)},
+        "of_equals": sorted({k.metadata.name for k in kernels.values() if conversions_of_equals(k)}),
+    }
+    print(json.dumps(found))

@@ -154,11 +154,20 @@ def test_every_kernel_also_compiles_for_blackwell():
             assert kernels[name]["shared_bytes"] <= limits["shared_bytes"], name
 
 
+def test_a_size_of_one_is_no_constant_that_makes_conversions_of_equal_operands():
+    # The reason: `_with_numbers` in kernels/triton/launch.py.
+    result = _run("launches.py", "one_column")
+    assert result["conversions"] >= 6
+    assert result["constants"] == {}
+    assert result["of_equals"] == []
+
+
 @pytest.mark.slow
 def test_every_launch_binds_and_compiles_for_every_kind_of_shape():
     result = _run("launches.py")
     # More kernels than there are sources: an integer that is 1 or not a multiple of 16 is another kernel.
     assert result["launches"] > result["kernels"] > len(KERNELS)
+    assert result["of_equals"] == []
 
 
 def _matching(opcodes, prefix):

@@ -3,9 +3,10 @@
 import pytest
 import titan_fp8
 import torch
+import torch.nn.functional as F
 from titan_fp8 import Recipe, cast_grad, cast_input, cast_weight, dispatch, ops, reference
 from titan_fp8.dispatch import backends, implementation
-from titan_fp8.kernels.products import scaled_mm_bf16, scaled_mm_cublaslt
+from titan_fp8.kernels.products import add_scaled_mm_cublaslt, scaled_mm_bf16, scaled_mm_cublaslt
 from torch._subclasses import FakeTensorMode
 
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
@@ -40,6 +41,23 @@ def test_products_take_what_casts_make(fake, product, shape, recipe):
                 assert out.shape == (a.shape[0], b.shape[0])
                 assert out.dtype == out_dtype
                 assert out.is_cuda
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_only_tensor_and_row_scales_ask_for_the_short_accumulator(fake, monkeypatch, recipe):
+    asked = []
+    for name, result in (("scaled_mm", torch.empty), ("scaled_addmm_", lambda *size, **_: None)):
+        monkeypatch.setattr(
+            F,
+            name,
+            lambda *args, use_fast_accum, result=result, **_: asked.append(use_fast_accum) or result(1),
+            raising=False,
+        )
+    for (a, scale_a, b, scale_b), gran_a, gran_b in operands(Recipe.get(recipe), 256, 384, 512):
+        scaled_mm_cublaslt(a, scale_a, b, scale_b, gran_a, gran_b, torch.bfloat16, True, None)
+        add_scaled_mm_cublaslt(torch.empty(1), a, scale_a, b, scale_b, gran_a, gran_b, True)
+    # torch raises "scaled_gemm doesn't support fast accum with 128x128 blockwise scaling", and so for 1x128
+    assert asked == [recipe in ("tensorwise", "rowwise")] * 6
 
 
 def test_products_of_no_rows_are_not_asked_of_cublaslt(fake):

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 POW2 = pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "exact"])
-SHAPES = pytest.mark.parametrize("shape", [(256, 512), (300, 147), (0, 128), (1, 1)], ids=str)
+SHAPES = pytest.mark.parametrize("shape", [(256, 512), (300, 147), (0, 128), (1, 1), (300, 1), (1, 256)], ids=str)
 
 
 def _matrix(rows, columns, dtype=torch.bfloat16, seed=0):
@@ -132,12 +132,13 @@ def test_grouped_cast_equals_the_reference(ends):
     "pair", ["tensor·tensor", "row·row", "block1x128·block128", "block1x128·block1x128", "mx32·mx32"]
 )
 @pytest.mark.parametrize("rows", [0, 1, 300])
-def test_product_agrees_with_the_reference(pair, rows):
+@pytest.mark.parametrize("fast_accum", [False, True], ids=["", "fast"])
+def test_product_agrees_with_the_reference(pair, rows, fast_accum):
     x, w = torch.randn(rows, 512, device="cuda").bfloat16(), torch.randn(256, 512, device="cuda").bfloat16()
     casts = {"tensor": ops.cast_tensor, "row": ops.cast_row, "block1x128": ops.cast_block, "mx32": ops.cast_mx}
     casts["block128"] = lambda w: ops.cast_weight_block(w)[:2]
     left, right = pair.split("·")
-    call = (*casts[left](x), *casts[right](w), left, right, torch.bfloat16)
+    call = (*casts[left](x), *casts[right](w), left, right, torch.bfloat16, fast_accum)
     product, expected = ops.scaled_mm(*call), _on_cpu(ops.scaled_mm, *call)[0]
     # Two bfloat16 roundings of nearly the same sum; the tensor core's partial sums have 14 bits.
     torch.testing.assert_close(product, expected, rtol=2**-6, atol=2**-6 * 512**0.5)

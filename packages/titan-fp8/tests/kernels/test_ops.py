@@ -88,6 +88,24 @@ def test_op_neither_mutates_nor_returns_its_inputs(name):
     assert len({*storages}) == len(results) + len({tensor.untyped_storage().data_ptr() for tensor in inputs})
 
 
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0), (512, 512)], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["cast_tensor_dual", "cast_row_dual", "cast_block_dual", "cast_weight_block", "cast_weight_rows", "cast_mx_dual"],
+)
+def test_results_of_empty_and_unpadded_matrices_share_no_storage(name, shape):
+    # The custom op raises where a result shares storage with another or with an input.
+    with torch.enable_grad():
+        results = _flat(getattr(ops, name)(_matrix(*shape)))
+    assert len(results) == len({id(result) for result in results})
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (512, 512)], ids=str)
+def test_transposed_codes_share_no_storage_with_the_codes(shape):
+    codes = torch.zeros(shape, dtype=torch.uint8)
+    assert ops.transpose_codes(codes, 128).shape == shape[::-1]
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_op_traces_without_a_graph_break(name):
     op, arguments = CALLS[name]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from titan_cp.backends.merge import merge_in_place
+from titan_cp.backends.one_key import one_key_backward, one_key_forward
 from titan_cp.planning.tiles import Tile
 
 
@@ -97,10 +98,19 @@ class AttentionPart(NamedTuple):
     k: slice
     causal: bool
     mask: Tensor | None
+    one_key: bool = False
+    """Each row sees one key: of as many keys as rows its own, of one key that one. No kernel is needed."""
 
 
 class DenseBackend(Backend):
-    """A backend whose kernel knows full and square causal blocks, and perhaps an additive mask."""
+    """A backend whose kernel knows full and square causal blocks, and perhaps an additive mask.
+
+    Tiles without a window need no mask: what is not a rectangle or a staircase there is rows of one key each. A kernel is
+    given a mask only where the request has a window, so one without masks refuses such a request.
+    """
+
+    one_key_apart: bool = True
+    """Whether rows that see one key each are computed without the kernel (`titan_cp.backends.one_key`)."""
 
     @abstractmethod
     def block_forward(
@@ -118,16 +128,18 @@ class DenseBackend(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], scale: float, out: Tensor, lse: Tensor
     ) -> None:
         """Merge the tiles' attention into ``out`` and ``lse``, in place."""
-        for part in split_tiles(tiles, q.device):
-            block_out, block_lse = self.block_forward(
-                q[:, :, part.q], k[:, :, part.k], v[:, :, part.k], part.causal, _bias(part.mask, q.dtype), scale
-            )
+        for part in split_tiles(tiles, q.device, one_key_apart=self.one_key_apart):
+            block = q[:, :, part.q], k[:, :, part.k], v[:, :, part.k]
+            if part.one_key:
+                block_out, block_lse = one_key_forward(*block, scale)
+            else:
+                block_out, block_lse = self.block_forward(*block, part.causal, _bias(part.mask, q.dtype), scale)
             merge_in_place(out[:, :, part.q], lse[:, :, part.q], block_out, block_lse)
 
     def backward(self, saved: Saved, tiles: Sequence[Tile], scale: float, grads: Grads) -> None:
         """Add the tiles' gradients into ``grads``, in place."""
         grad_out, q, k, v, out, lse = saved
-        for part in split_tiles(tiles, q.device):
+        for part in split_tiles(tiles, q.device, one_key_apart=self.one_key_apart):
             block = Saved(
                 grad_out[:, :, part.q],
                 q[:, :, part.q],
@@ -136,27 +148,38 @@ class DenseBackend(Backend):
                 out[:, :, part.q],
                 lse[:, :, part.q],
             )
-            grad_q, grad_k, grad_v = self.block_backward(block, part.causal, _bias(part.mask, q.dtype), scale)
+            if part.one_key:
+                grad_q, grad_k, grad_v = one_key_backward(*block, scale)
+            else:
+                grad_q, grad_k, grad_v = self.block_backward(block, part.causal, _bias(part.mask, q.dtype), scale)
             grads.q[:, :, part.q] += grad_q
             grads.k[:, :, part.k] += grad_k
             grads.v[:, :, part.k] += grad_v
 
 
-def split_tiles(tiles: Sequence[Tile], device: torch.device | str, mask_rows: int = 512) -> Iterator[AttentionPart]:
+def split_tiles(
+    tiles: Sequence[Tile], device: torch.device | str, mask_rows: int = 512, *, one_key_apart: bool = False
+) -> Iterator[AttentionPart]:
     """Cut tiles into parts that a dense kernel knows.
 
     A causal tile wider than tall is a full rectangle and a square. A tile with a moving lower bound needs a mask; it is
-    made for at most ``mask_rows`` query rows at a time, and only for the columns those rows reach.
+    made for at most ``mask_rows`` query rows at a time, and only for the columns those rows reach. With ``one_key_apart``
+    a rectangle of one key and a band of width one are parts by themselves, and without a window nothing needs a mask: from
+    one document to the next the lower bound passes the upper one, so where it moves on by one, each row sees one key.
     """
     for tile in tiles:
         rows = slice(tile.q_start, tile.q_stop)
+        if one_key_apart and (tile.k_len == 1 or (tile.causal and tile.sliding and tile.q_len == tile.k_len)):
+            yield AttentionPart(rows, slice(tile.k_start, tile.k_stop), False, None, one_key=True)
+            continue
         if not tile.sliding:
             if not tile.causal:
                 yield AttentionPart(rows, slice(tile.k_start, tile.k_stop), False, None)
                 continue
             diagonal = tile.k_stop - tile.q_len
             if diagonal > tile.k_start:
-                yield AttentionPart(rows, slice(tile.k_start, diagonal), False, None)
+                one_key = one_key_apart and diagonal - tile.k_start == 1
+                yield AttentionPart(rows, slice(tile.k_start, diagonal), False, None, one_key)
             yield AttentionPart(rows, slice(diagonal, tile.k_stop), True, None)
             continue
         for first in range(0, tile.q_len, mask_rows):

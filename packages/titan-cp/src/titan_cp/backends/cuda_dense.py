@@ -2,7 +2,8 @@
 
 Private operators, because ``scaled_dot_product_attention`` returns no log-sum-exp. One call a tile. Each kernel has its
 own shape for the log-sum-exp: flash ``[B, H, T]``; cuDNN ``[B, H, T, 1]``; efficient ``[B, H, T]`` with ``T`` rounded
-up to 32. Signatures and shapes are checked without a GPU (fake tensors), values by the tests marked ``gpu``.
+up to 32. Flash and cuDNN take no mask, so no window; efficient takes an additive one. Signatures and shapes are checked
+without a GPU (fake tensors), values by the tests marked ``gpu``.
 """
 
 import torch
@@ -112,26 +113,23 @@ class CudaCudnn(_CudaDense):
 
 
 class CudaEfficient(_CudaDense):
-    """Memory-efficient attention (CUTLASS), one call a tile: float32 too, and older GPUs."""
+    """Memory-efficient attention (CUTLASS), one call a tile: float32 too, windows by a mask, and older GPUs."""
 
     name = "efficient"
     summary = "memory-efficient attention, one call a tile"
 
     def why_not(self, request: Request) -> str | None:
-        """Needs CUDA and no window."""
-        if request.window:
-            return "has no sliding window"
+        """Needs CUDA."""
         return why_not_cuda(request, (torch.float32, torch.bfloat16, torch.float16), 512)
 
     def block_forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Attention of one block."""
-        assert bias is None
         # This kernel wants as many KV heads as query heads.
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
+            q, k, v, _aligned(bias, q), True, 0.0, causal, scale=scale
         )
         return out, lse[:, :, : q.shape[2]]
 
@@ -139,16 +137,35 @@ class CudaEfficient(_CudaDense):
         self, saved: Saved, causal: bool, bias: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of one block."""
-        assert bias is None
         grad_out, q, k, v, out, lse = saved
         groups = q.shape[1] // k.shape[1]
         wide_k, wide_v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         # Rows past the end have lse = inf in the kernel's own output: their probabilities are 0.
         padded = torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=float("inf"))
         grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            grad_out, q, wide_k, wide_v, None, out, padded, *no_dropout(q.device), 0.0, [True, True, True, False],
-            causal, scale=scale,
+            grad_out, q, wide_k, wide_v, _aligned(bias, q), tokens_first(out), padded, *no_dropout(q.device), 0.0,
+            [True, True, True, False], causal, scale=scale,
         )  # fmt: skip
         # Sum the repeated heads' gradients in float32: bfloat16 would round once for each of them.
         grad_k, grad_v = (t.float().unflatten(1, (k.shape[1], groups)).sum(2) for t in (grad_k, grad_v))
         return grad_q, grad_k, grad_v
+
+
+def tokens_first(out: Tensor) -> Tensor:
+    """The same output ``[B, H, T, D]``, with the heads of a token side by side in memory.
+
+    The half-precision kernels of the efficient backward compute ``sum(grad_out * out)`` themselves, and take the output's
+    rows to be ``H * D`` apart, whatever its strides say (``o_strideM`` of CUTLASS' ``kernel_backward.h``, in torch from 2.0 to
+    2.15). In another layout gradients of queries and keys are wrong, without an error.
+    """
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    """``[Tq, Tk]`` as the efficient kernel takes it: ``[B, H, Tq, Tk]``, with rows a multiple of 16 values apart."""
+    if bias is None:
+        return None
+    rows, columns = bias.shape
+    room = bias.new_zeros(rows, columns + -columns % 16)
+    room[:, :columns] = bias
+    return room[:, :columns].expand(q.shape[0], q.shape[1], rows, columns)

@@ -11,6 +11,10 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from titan_fp8.reference import dequantize
 
+_SHORT_ACCUMULATOR = ("tensor", "row")
+"""Scalings whose products have Hopper's short accumulator. A product of blocks is promoted to float32 every 128 values, and
+torch refuses ``use_fast_accum`` for it."""
+
 _RECIPES = {
     "tensor": ScalingType.TensorWise,
     "row": ScalingType.RowWise,
@@ -55,7 +59,7 @@ def scaled_mm_cublaslt(
         swizzle_b=swizzle,
         bias=fused_bias,
         output_dtype=product_dtype,
-        use_fast_accum=fast_accum,
+        use_fast_accum=fast_accum and scaling_a in _SHORT_ACCUMULATOR,
     )
     if bias is not None and fused_bias is None:
         product = product.add_(bias)
@@ -84,7 +88,7 @@ def add_scaled_mm_cublaslt(
         _RECIPES[scaling_a],
         scale_b,
         _RECIPES[scaling_b],
-        use_fast_accum=fast_accum,
+        use_fast_accum=fast_accum and scaling_a in _SHORT_ACCUMULATOR,
     )
 
 

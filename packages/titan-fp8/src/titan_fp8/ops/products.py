@@ -50,8 +50,8 @@ def scaled_mm(
         scaling_a: ``tensor``, ``row``, ``block1x128`` or ``mx32``.
         scaling_b: The same; with ``block1x128`` for ``a`` also ``block128``.
         out_dtype: bfloat16, float16 or float32.
-        fast_accum: Allow accumulation in the tensor core's 14 bits. Never for a weight gradient: the error grows with
-            the number of tokens.
+        fast_accum: Allow accumulation in the tensor core's 14 bits, which ``tensor`` and ``row`` scales have; blocks and
+            ``mx32`` ignore it. Never for a weight gradient: the error grows with the number of tokens.
         bias: ``[N]``, ``out_dtype``.
 
     Raises:

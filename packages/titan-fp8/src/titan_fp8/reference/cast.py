@@ -32,7 +32,7 @@ def cast_tensor_dual(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One scale for all: ``q[Mp, Kp]``, ``qt[Kp, Mp]``, ``scale[]``."""
     q, decode = cast_tensor(x, dtype, pow2, known_amax)
-    return q, q.t().clone(memory_format=torch.contiguous_format), decode
+    return q, _transposed(q), decode
 
 
 def cast_row(x: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def cast_weight_block(w: Tensor, dtype: torch.dtype, pow2: bool) -> Dual:
     ``scale``.
     """
     q, decode = _cast_tiles(w, dtype, pow2)
-    return q, _pad_to_four(decode), q.mT.contiguous(), _pad_to_four(decode.mT)
+    return q, _pad_to_four(decode), _transposed(q), _pad_to_four(decode.mT)
 
 
 def cast_weight_rows(w: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def cast_weight_rows(w: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor,
 
 def transpose_codes(codes: Tensor, multiple: int) -> Tensor:
     """The transpose of bytes ``[N, K]``, contiguous, padded with zeros: ``[Kp, Np]``."""
-    return pad_matrix(codes, multiple).t().contiguous()
+    return _transposed(pad_matrix(codes, multiple))
 
 
 def _cast_tiles(w: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
@@ -114,6 +114,11 @@ def cast_mx(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def cast_mx_dual(x: Tensor, dtype: torch.dtype) -> Dual:
     """1×32 blocks of ``x`` and of its transpose: ``q, scale, qt[Kp, Mp], scale_t[Kp, Mp/32]``."""
     return *cast_mx(x, dtype), *cast_mx(x.t(), dtype)
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    """A contiguous copy of the transpose: where a size is 0, ``contiguous()`` returns a view, which an op may not return."""
+    return matrix.mT.clone(memory_format=torch.contiguous_format)
 
 
 def _pad_to_four(scale: Tensor) -> Tensor:

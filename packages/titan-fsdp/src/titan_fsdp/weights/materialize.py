@@ -33,6 +33,7 @@ def materialize(
     seed: int = 0,
     *,
     skip: Callable[[str], bool] | None = None,
+    buffer_device: torch.device | str | None = None,
 ) -> nn.Module:
     """Allocate ``model`` on ``device``, initialise every parameter, and compute every buffer that was on meta.
 
@@ -48,6 +49,8 @@ def materialize(
         seed: Seed of all weights.
         skip: Whether the parameter of that FQN gets its value from elsewhere, such as a checkpoint: it is allocated and
             not filled, so that no full tensor of it is made.
+        buffer_device: Where buffers go; None is ``device``. With CPU offload, the device that computes: FSDP brings it the
+            parameters, and nothing else.
 
     Returns:
         ``model``.
@@ -64,7 +67,8 @@ def materialize(
         init = conventional_init(inner)
     tables = meta_tables(inner, lambda path: _seed_of(path, seed))
     tied = tied_groups(inner)
-    _allocate(inner, device)
+    beside = device if buffer_device is None else torch.device(buffer_device)
+    _allocate(inner, device, beside)
     _retie(inner, tied)
     for name, parameter in named_parameters(inner):
         if skip is not None and skip(name):
@@ -73,7 +77,7 @@ def materialize(
         init(name, full, generator_for(name, device, seed))
         copy_full(parameter, full)
     for table in tables:
-        table.write(device)
+        table.write(beside)
     return model
 
 
@@ -119,7 +123,7 @@ def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
     return tensor.narrow(dim, start, min(rows, size - start))
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def _allocate(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
     real = {name: b.detach().clone() for name, b in model.named_buffers() if not b.is_meta}
     if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
         model.to_empty(device=device)
@@ -128,6 +132,11 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
                 buffer.copy_(real[name])
     else:
         model.to(device)
+    if buffer_device != device:
+        for module in model.modules():
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[leaf] = buffer.to(buffer_device)
 
 
 def _retie(model: nn.Module, tied: list[list[str]]) -> None:

@@ -12,6 +12,7 @@ from titan_train.models.build import SkipRandomFill
 from titan_train.models.hf.cut import VOCABULARY as CUT_VOCABULARY
 from titan_train.models.hf.cut import cuts, layers_that_show_all
 from titan_train.models.hf.decoder import HFModel
+from titan_train.models.hf.device import keep_kernels_on_gpus
 from titan_train.models.hf.folder import PREFIX, read_published
 from titan_train.models.registry import find_model
 
@@ -102,6 +103,7 @@ def cut_small(whole_config: Any, folder: Path, *, least_layers: int, spread: flo
     kind = type(whole_config)
     with torch.device("meta"), SkipRandomFill():
         whole: Any = AutoModelForCausalLM.from_config(whole_config, dtype=torch.float32)
+    keep_kernels_on_gpus(whole)  # and the small ones: they share its module's code
     layers = HFModel.repeated_layers(whole)
     number = max(least_layers, layers_that_show_all(layers))
     reason = ""

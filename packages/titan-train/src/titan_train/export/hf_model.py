@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan_train.export.gate import WITHOUT_PROOF, followed
 from titan_train.lazy import require
+from titan_train.models.hf.device import keep_kernels_on_gpus
 from titan_train.models.hf.folder import PREFIX, read_published
 from titan_train.trust.published import refuse_code_in
 
@@ -40,6 +41,7 @@ class HfModel:
             folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
             **safe, **how,
         )  # fmt: skip
+        keep_kernels_on_gpus(loaded)
         _check_complete(folder, report)
         _check_dtypes(folder, files, loaded)
         self.module: Any = loaded.eval() if how else loaded.eval().float()

@@ -93,7 +93,8 @@ def apply_data_parallel(
     whole = [name for name in named if getattr(part, name, None) is not None]  # a pipeline stage may lack it
     plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, experts=experts, whole=whole), meshes=meshes)
     wrapped = plan.apply(part)
-    fsdp.materialize(wrapped, device, init, seed=config.run.seed, skip=skip)
+    home = device if config.parallel.offload == "none" else torch.device("cpu")
+    fsdp.materialize(wrapped, home, init, seed=config.run.seed, skip=skip, buffer_device=device)
     return wrapped, plan
 
 

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+import warnings
 from collections.abc import Generator
 
 import numpy as np
@@ -30,6 +31,8 @@ def set_up_process(config: Config) -> torch.device:
     if config.launch.device == "cpu" or not torch.cuda.is_available():
         keep_freed_memory()
         return torch.device("cpu")
+    # The first product of backward runs on a thread of autograd, where CUDA has not been used: torch sees to it, and says so.
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 

@@ -5,6 +5,8 @@ look the compiled kernel up. That is host time in every step, for the same answe
 everything it depends on: the kernel, the device, the driver, each tensor's dtype and alignment, each number, and the
 compile-time arguments. A launch it has seen goes straight to the compiled kernel's own launcher, with the same arguments.
 
+An integer of 1 stays a run-time number (`_with_numbers`): as the constant that Triton would make of it, ptxas miscompiles casts.
+
 Triton's own path is taken where it could differ: the first time, with profiling hooks or debugging on, in the
 interpreter, and on versions of Triton whose launcher was not checked.
 """
@@ -13,6 +15,7 @@ interpreter, and on versions of Triton whose launcher was not checked.
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
 
 import contextlib
+import functools
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -48,7 +51,7 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
     """
     device = device_index(arguments[0])
     if device is None:  # the interpreter, whose tensors are on the CPU
-        kernel[programs](*arguments, num_warps=num_warps, **constants)
+        _specialized(kernel, arguments)[programs](*arguments, num_warps=num_warps, **constants)
         return
     driver = triton.runtime.driver.active
     if driver.get_current_device() != device:
@@ -64,7 +67,7 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
     key += constants.items()
     found = _known.get(whole := tuple(key))
     if found is None or found.driver is not driver or _watched(kernel):
-        compiled = kernel[programs](*arguments, num_warps=num_warps, **constants)
+        compiled = _specialized(kernel, arguments)[programs](*arguments, num_warps=num_warps, **constants)
         if compiled is not None and triton.__version__.startswith(_CHECKED):
             _remember(whole, driver, kernel, compiled, len(arguments), constants)
         return
@@ -73,6 +76,29 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
         wide[0], wide[1], wide[2], driver.get_current_stream(device), found.function, found.metadata, None, None, None,
         *arguments, *found.constants,
     )  # fmt: skip
+
+
+def _specialized(kernel: Any, arguments: tuple[Any, ...]) -> Any:
+    """The kernel that Triton compiles for these arguments."""
+    ones = tuple(
+        name for name, value in zip(kernel.arg_names, arguments, strict=False) if type(value) is int and value == 1
+    )
+    return _with_numbers(kernel, ones) if ones and isinstance(kernel, triton.JITFunction) else kernel
+
+
+@functools.cache
+def _with_numbers(kernel: Any, names: tuple[str, ...]) -> Any:
+    """The kernel, with no constant for the integers of these names.
+
+    Triton compiles an integer argument of 1 as a constant. In a matrix of one column it is then known at compile time that most
+    of a thread's values are the padding's zeros, and several of its float8 conversions have the same operands. The ptxas of CUDA
+    12.8 (Triton 3.6) and 12.9 merges such conversions into one that reads its own result; that of 13.4 (Triton 3.9) does not. On
+    an H200 the padding's codes were whatever a register had held.
+    All other integers keep their specialization: alignment to 16 makes 128-bit accesses.
+    """
+    twin = triton.jit(kernel.fn, do_not_specialize=names)
+    twin.pre_run_hooks = kernel.pre_run_hooks  # one list: hooks added later are seen too
+    return twin
 
 
 def device_index(x: Tensor) -> int | None:

@@ -8,6 +8,7 @@ executed. What parallelism must know about a family is one value in a table, as 
 - `folder`: read ``config.json``, and change it by ``model.args``.
 - `build`: the model from the folder.
 - `decoder`: what transformers' module is given so that it looks like a model here: its forward, its pipeline stages.
+- `device`: kernels of other packages run on GPUs only, whatever transformers decided when it was imported.
 - `ahead`: modules that predict tokens further ahead, made of its last layer.
 - `attention`: how its attention reaches `titan_train.models.CausalAttention`.
 - `family`: the model as a family of its own, for import and export.

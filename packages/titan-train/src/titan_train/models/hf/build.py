@@ -68,6 +68,7 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
     """
     from titan_train.models.hf.attention import NAME
     from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplannedDecoder, class_with
+    from titan_train.models.hf.device import keep_kernels_on_gpus
 
     kind = str(published["model_type"])
     if getattr(config, "is_encoder_decoder", False):
@@ -86,6 +87,7 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
         raise ValueError(
             f"model.name={name!r}: transformers cannot build a decoder of this {kind}: {type(err).__name__}: {reason}"
         ) from err
+    keep_kernels_on_gpus(model)  # before its layers are taken over: they call what their module has then
     forward_of: type[HFModel] = HFDecoder if plan is not None else UnplannedDecoder
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     _check_causal(name, model.config, planned=plan is not None)

@@ -2,10 +2,10 @@
 
 The code of these layers (Qwen3-Next, Kimi Linear, Granite 4, Nemotron-H, OLMo hybrid, ...) calls two functions of its module by
 their names: one for the short convolution, one for the state. Both run over the ends of documents. So each such layer's own
-``forward`` is taken with these names bound to the functions here; nothing of transformers is patched, and projections, gates
+``forward`` is taken with these names bound to the functions here; no layer of transformers is patched, and projections, gates
 and norms stay its code. The functions compute by `titan_cp.linear_attention` and `titan_cp.causal_convolution`, whose plan
 knows where documents end and which tokens other ranks hold. Rows of one document on one process go to transformers' own
-functions, and so to its kernels.
+functions, and so to its kernels on a GPU (`titan_train.models.hf.device`).
 """
 
 import functools

@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -91,7 +92,8 @@ def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None) -> None:
 
 def keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What torch's checkpoint takes as ``context_fn``: forward keeps the costly results, recomputation reads them back."""
-    if torch.compiler.is_compiling():  # the compiler reads the policy from torch's own classes
+    # The compiler reads the policy from torch's own classes. torch 2.11 asks for them outside of what it calls compiling.
+    if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
         policies = {False: SelectivePolicy(matmul_every), True: SelectivePolicy(matmul_every)}
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
