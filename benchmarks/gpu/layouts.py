@@ -16,6 +16,7 @@ exit code 1 if any failed.
 
 import argparse
 import datetime
+import gc
 import json
 import math
 import os
@@ -217,6 +218,8 @@ def worker(arguments: argparse.Namespace) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = arguments.device == "cuda"
     set_cuda_defaults(os.environ, pipeline=ranks > 1)
+    if arguments.collect:
+        torch._C._set_print_stack_traces_on_fatal_signal(True)
     torch.set_num_threads(1)
     if cuda:
         torch.cuda.set_device(0)
@@ -246,6 +249,8 @@ def worker(arguments: argparse.Namespace) -> None:
             Path(f"{target}.raised").touch()
         torch.save(found, f"{target}.{rank}.part")
         Path(f"{target}.{rank}.part").rename(f"{target}.{rank}")
+        if not arguments.collect:
+            gc.freeze()  # nothing of a finished trainer is collected while others run
         if "error" in found and ranks > 1:
             os._exit(3)  # the others may wait for this one for ever
     dist.barrier()
@@ -335,7 +340,7 @@ def _start(arguments: argparse.Namespace, at: int) -> list["subprocess.Popen[byt
     command += [word for name in numbers for word in (f"--{name}", str(getattr(arguments, name)))]
     command += ["--only", *arguments.only] if arguments.only else []
     command += ["--done", str(arguments.done)] if arguments.done else []
-    command += ["--reference"] if arguments.reference else []
+    command += [f"--{name}" for name in ("reference", "collect") if getattr(arguments, name)]
     processes = []
     for rank in range(arguments.ranks):
         environment = os.environ | {
@@ -373,7 +378,7 @@ def row_of(arguments: argparse.Namespace, number: int, case: Case, reference: in
         logs = [(folder / f"on-{case.ranks}.log.{rank}").read_text(errors="replace") for rank in range(case.ranks)]
         return {
             "outcome": f"failed: {(side / f'{number}.why').read_text()}",
-            "trace": "\n---\n".join(log[-1500:] for log in logs),
+            "trace": "\n---\n".join(log[-4000:] for log in logs),
         }
     try:
         errors_of = asdict(compare(want["result"], [part["result"] for part in found]))
@@ -396,7 +401,7 @@ def main() -> int:
     parser.add_argument("--done", type=Path, help="output of an earlier run: what was ok there is left out")
     for name, default in (("folder", ""), ("kind", ""), ("ranks", 1), ("first", 0), ("stride", 1), ("at", 0)):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=argparse.SUPPRESS)
-    for name in ("worker", "reference"):
+    for name in ("worker", "reference", "collect"):
         parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

@@ -10,6 +10,7 @@ on one.
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -36,13 +37,15 @@ class _Published(NamedTuple):
     function: str
     shares_keys: bool
     """Takes fewer key heads than value heads."""
+    gated_products: bool
+    """Its backward runs fla's ``chunk_bwd_dqkwg`` with a gate."""
 
 
 _FLA: Mapping[str, _Published] = {
-    "gated_delta": _Published("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", True),
-    "kda": _Published("fla.ops.kda", "chunk_kda", True),
-    "mamba2": _Published("fla.ops.simple_gla", "chunk_simple_gla", False),
-    "gated_linear": _Published("fla.ops.gla", "chunk_gla", False),
+    "gated_delta": _Published("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", True, True),
+    "kda": _Published("fla.ops.kda", "chunk_kda", True, False),
+    "mamba2": _Published("fla.ops.simple_gla", "chunk_simple_gla", False, True),
+    "gated_linear": _Published("fla.ops.gla", "chunk_gla", False, False),
 }
 """By kind of layer, as `titan_cp.state_costs` names them."""
 
@@ -76,7 +79,24 @@ def choose_state_kernel(
 def candidates(kind: str, device: torch.device, dtype: torch.dtype) -> list[TrialKernel]:
     """The kernels of a kind of layer, for values of a dtype on a device."""
     published = _FLA[kind]
-    return [TrialKernel(f"fla's {published.function}", partial(_run_fla, published), _problem(device, dtype))]
+    problem = _problem(device, dtype) or _known_fault(published, device)
+    return [TrialKernel(f"fla's {published.function}", partial(_run_fla, published), problem)]
+
+
+def _known_fault(published: _Published, device: torch.device) -> str | None:
+    """Why a backward of fla's would be refused after minutes of tuning: it is wrong with some Triton on Hopper (fla #640).
+
+    fla 0.6 refuses it itself, and takes another kernel where tilelang is installed; on an H200 that took 155 s to find out.
+    """
+    if not published.gated_products or _installed("tilelang") or not _installed("triton"):
+        return None
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    version = tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:3])
+    if not (3, 4, 0) <= version < (3, 7, 1):
+        return None
+    found = ".".join(map(str, version))
+    return f"its backward is wrong on Hopper with Triton 3.4.0 to 3.7.0 (fla #640), and {found} is installed; tilelang helps"
 
 
 def _problem(device: torch.device, dtype: torch.dtype) -> str | None:

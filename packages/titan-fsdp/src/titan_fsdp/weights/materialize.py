@@ -49,8 +49,8 @@ def materialize(
         seed: Seed of all weights.
         skip: Whether the parameter of that FQN gets its value from elsewhere, such as a checkpoint: it is allocated and
             not filled, so that no full tensor of it is made.
-        buffer_device: Where buffers go; None is ``device``. With CPU offload, the device that computes: FSDP brings it the
-            parameters, and nothing else.
+        buffer_device: Where buffers go and weights are drawn; None is ``device``. With CPU offload, the device that
+            computes: FSDP brings it the parameters, and nothing else. Weights are then those of a run without offload.
 
     Returns:
         ``model``.
@@ -73,8 +73,8 @@ def materialize(
     for name, parameter in named_parameters(inner):
         if skip is not None and skip(name):
             continue
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        init(name, full, generator_for(name, device, seed))
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=beside)
+        init(name, full, generator_for(name, beside, seed))
         copy_full(parameter, full)
     for table in tables:
         table.write(beside)

@@ -22,6 +22,7 @@ from titan_train.generation.draft import DraftCount, drafted_tokens
 from titan_train.generation.own_cache import keeps_own_cache, own_cache_logits
 from titan_train.generation.sampling import Sampling, choose_tokens
 from titan_train.models import unwrap
+from titan_train.models.call import computes_on
 from titan_train.models.common.mtp import mtp_of
 from titan_train.models.traits import traits_of
 from titan_train.values import Range, check_values
@@ -100,7 +101,7 @@ def stream(model: nn.Module, prompts: Sequence[Sequence[int]], **options: Any) -
 
 
 def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -> Iterator[list[int | None]]:
-    device = next(model.parameters()).device
+    device = computes_on(model)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     beyond = 0 if how.draft is None else len(mtp_of(model) or ()) + 1  # drafts behind the last token
     total = _rounded(int(lengths.max()) + how.max_new_tokens + beyond, how.multiple_of)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from titan_fsdp import unwrap
+from titan_fsdp.loaded import is_dtensor
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage] # the base of all of torch's
 
@@ -78,6 +79,14 @@ def _keep_logits(_module: nn.Module, _args: Any, output: Any) -> Any:
         tensors = [item for item in cast("Sequence[Any]", output) if isinstance(item, Tensor)]
         return next((tensor for tensor in tensors if tensor.ndim == 3), cast("Any", output))
     return getattr(output, "logits", output)
+
+
+def computes_on(model: nn.Module) -> torch.device:
+    """Where inputs of a model belong: with its parameters, or on the device that FSDP brings offloaded ones to."""
+    parameter = next(model.parameters())
+    if parameter.device.type == "cpu" and is_dtensor(parameter) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
 
 
 def _last_position_only(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from titan_mesh import Layout
 from titan_pipeline import Schedule
 
 from titan_train.config import Config
-from titan_train.models.call import active_dropout
+from titan_train.models.call import active_dropout, computes_on
 from titan_train.parallel.float8 import conversion_table, describe_conversion
 from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.tensor.async_linears import overlapped_modules
@@ -23,7 +23,7 @@ def describe_options(config: Config, model: ParallelModel) -> list[str]:
             "nothing: of a region, all linears must be plain, not float8, and their input goes through one SharedInput"
         )  # fmt: skip
         lines.append(f"parallel.async_tp=true overlaps {found}")
-    device = next(model.parts[0].parameters()).device.type
+    device = computes_on(model.parts[0]).type
     if config.activations.offload and device != "cuda":
         lines.append(
             f"activations.offload=true moves nothing: this run is on {device}, and only CUDA tensors leave for the host"

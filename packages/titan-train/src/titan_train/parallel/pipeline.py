@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from titan_train.config import PipelineConfig
 from titan_train.data.loader.source import TaskBatch
 from titan_train.models import accepted_inputs
+from titan_train.models.call import computes_on
 from titan_train.models.common.loss import TokenLoss
 from titan_train.observe.timing import StepTimer
 from titan_train.observe.timing.collectives import CollectiveMeter
@@ -121,8 +122,8 @@ class Pipeline:
             stage.index: {clean_fqn(name): name for name, _ in stage.module.named_parameters(remove_duplicate=False)}
             for stage in stages
         }
-        parameter = next((p for part in parts for p in part.parameters()), None)
-        device = torch.device("cpu") if parameter is None else parameter.device
+        filled = next((part for part in parts if next(part.parameters(), None) is not None), None)
+        device = torch.device("cpu") if filled is None else computes_on(filled)
         self.executor = Executor(
             schedule,
             stages,

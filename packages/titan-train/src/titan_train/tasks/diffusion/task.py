@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.files import write_atomic
 from titan_train.models.arguments import model_args
+from titan_train.models.call import computes_on
 from titan_train.models.flux.args import FluxArgs
 from titan_train.models.flux.rope import TIME_FEATURES
 from titan_train.task import LossParts, Task, TaskInputs
@@ -140,7 +141,7 @@ class DiffusionInputs(TaskInputs):
             mu=shift_of(diffusion.grid**2) if diffusion.shift else 0.0,
             seed=self._config.run.seed,
             guidance=diffusion.guidance if self._guided else None,
-            device=next(model.parameters()).device,
+            device=computes_on(model),
         )
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
             return None

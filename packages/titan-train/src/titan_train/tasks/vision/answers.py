@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.data.loader.source import TensorBatch
+from titan_train.models.call import computes_on
 from titan_train.models.vision_language.encoder import patch_places
 from titan_train.tasks.vision.batches import ImageTextBatches
 
@@ -33,7 +34,7 @@ def score_answers(
     Raises:
         ValueError: Images of different sizes cannot be shuffled.
     """
-    device = next(model.parameters()).device
+    device = computes_on(model)
     right: list[bool] = []
     for start in range(0, len(items), rows_at_once):
         batch = data.batch_of([[item] for item in items[start : start + rows_at_once]])
