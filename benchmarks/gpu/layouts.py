@@ -17,6 +17,7 @@ exit code 1 if any failed.
 import argparse
 import datetime
 import gc
+import hashlib
 import json
 import math
 import os
@@ -150,6 +151,8 @@ def layouts(most: int) -> list[Case]:
     cases = []
     for model, names in dict.fromkeys([*alone, *FAST, *combinations()]):
         ranks = max(2, math.prod(SETTINGS[name].ranks for name in names))
+        if "ep" in names and not any(SETTINGS[name].axis in ("data", "context", "tensor") for name in names):
+            ranks = 4 if ranks > 2 or any(SETTINGS[name].axis == "pipeline" for name in names) else 2
         if refusal_of(names) is None and ranks <= most:
             cases.append(
                 Case(f"{model}: {', '.join(names)}", ranks, sections_of(model, names), rounded="float8" in names)
@@ -195,6 +198,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
         for case in found
         if case.ranks in arguments.sizes
         and case.name not in done
+        and not any(word in case.name for word in arguments.without or ())
         and (not arguments.only or any(word in case.name for word in arguments.only))
     ]
 
@@ -230,12 +234,16 @@ def worker(arguments: argparse.Namespace) -> None:
 
     draw_on_cpu()
     listed = cases_of(arguments)
-    for number in numbers_of(listed, arguments)[arguments.at :]:
+    for number in arguments.numbers:
         case = listed[number]
         sections = case.reference() if arguments.reference else case.sections
         steps = {"train": {"steps": STEPS}, "launch": {"device": arguments.device, "timeout_s": arguments.limit}}
         joined = composition.joined({"validation": {"every": STEPS}}, sections, steps)
-        target = Path(arguments.folder) / arguments.kind / f"{number}"
+        target = (
+            references_at(arguments) / digest(case)
+            if arguments.reference
+            else (Path(arguments.folder) / arguments.kind / f"{number}")
+        )
         try:
             began = time.perf_counter()
             losses, norms, validation, boxes = composition.run(
@@ -249,6 +257,7 @@ def worker(arguments: argparse.Namespace) -> None:
             Path(f"{target}.raised").touch()
         torch.save(found, f"{target}.{rank}.part")
         Path(f"{target}.{rank}.part").rename(f"{target}.{rank}")
+        torch._dynamo.reset()  # what one trainer compiled counts towards the limit of the next
         if not arguments.collect:
             gc.freeze()  # nothing of a finished trainer is collected while others run
         if "error" in found and ranks > 1:
@@ -276,19 +285,14 @@ def draw_on_cpu() -> None:
     titan_fsdp.materialize = materialize
 
 
-def numbers_of(listed: list[Case], arguments: argparse.Namespace) -> list[int]:
-    """The cases of a pool: those of its number of ranks, or one for each that the CPU trains; every n-th of them."""
-    if arguments.reference:
-        found = sorted(set(references(listed).values()))
-    else:
-        found = [number for number, case in enumerate(listed) if case.ranks == arguments.ranks]
-    return found[arguments.first :: arguments.stride]
+def digest(case: Case) -> str:
+    """The same for cases that are the same for one process."""
+    return hashlib.sha256(json.dumps(case.reference(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def references(listed: list[Case]) -> dict[int, int]:
-    """Each case to the first that is the same for one process."""
-    keys = [json.dumps(case.reference(), sort_keys=True) for case in listed]
-    return {number: keys.index(key) for number, key in enumerate(keys)}
+def references_at(arguments: argparse.Namespace) -> Path:
+    """Where the CPU's results are."""
+    return arguments.references or Path(arguments.folder) / "reference"
 
 
 def resolve(sections: dict[str, dict[str, Any]], folder: str) -> dict[str, dict[str, Any]]:
@@ -305,14 +309,17 @@ def resolve(sections: dict[str, dict[str, Any]], folder: str) -> dict[str, dict[
 
 def pool(arguments: argparse.Namespace) -> None:
     """Ranks that train their cases one after the other; new ones where they end or hang."""
-    numbers = numbers_of(cases_of(arguments), arguments)
+    listed, numbers = cases_of(arguments), arguments.numbers
     folder, ranks, at = Path(arguments.folder) / arguments.kind, arguments.ranks, 0
     while at < len(numbers):
-        processes = _start(arguments, at)
+        processes = _start(arguments, numbers[at:])
         began, allowed = time.monotonic(), arguments.limit + 60.0  # the first case imports and compiles
         while at < len(numbers):
             codes = [process.poll() for process in processes]
-            if all((folder / f"{numbers[at]}.{rank}").exists() for rank in range(ranks)):
+            left = [folder / f"{numbers[at]}.{rank}" for rank in range(ranks)]
+            if arguments.reference:
+                left = [references_at(arguments) / f"{digest(listed[numbers[at]])}.0"]
+            if all(path.exists() for path in left):
                 raised = (folder / f"{numbers[at]}.raised").exists()
                 at, began, allowed = at + 1, time.monotonic(), arguments.limit
                 if raised and ranks > 1:
@@ -330,16 +337,19 @@ def pool(arguments: argparse.Namespace) -> None:
             process.wait()
 
 
-def _start(arguments: argparse.Namespace, at: int) -> list["subprocess.Popen[bytes]"]:
-    """The ranks of a pool, each a machine of its own to NCCL, from one of its cases on."""
+def _start(arguments: argparse.Namespace, numbers: list[int]) -> list["subprocess.Popen[bytes]"]:
+    """The ranks of a pool for some of its cases, each a machine of its own to NCCL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    numbers = ("ranks", "first", "stride", "limit", "folder", "kind", "device")
-    command = [sys.executable, __file__, "--worker", "--at", str(at), "--sizes", *map(str, arguments.sizes)]
-    command += [word for name in numbers for word in (f"--{name}", str(getattr(arguments, name)))]
+    given = ("ranks", "limit", "folder", "kind", "device")
+    command = [sys.executable, __file__, "--worker", "--sizes", *map(str, arguments.sizes)]
+    command += ["--numbers", *map(str, numbers)]
+    command += [word for name in given for word in (f"--{name}", str(getattr(arguments, name)))]
     command += ["--only", *arguments.only] if arguments.only else []
+    command += ["--without", *arguments.without] if arguments.without else []
     command += ["--done", str(arguments.done)] if arguments.done else []
+    command += ["--references", str(arguments.references)] if arguments.references else []
     command += [f"--{name}" for name in ("reference", "collect") if getattr(arguments, name)]
     processes = []
     for rank in range(arguments.ranks):
@@ -353,13 +363,13 @@ def _start(arguments: argparse.Namespace, at: int) -> list["subprocess.Popen[byt
     return processes
 
 
-def row_of(arguments: argparse.Namespace, number: int, case: Case, reference: int) -> dict[str, Any] | None:
+def row_of(arguments: argparse.Namespace, number: int, case: Case) -> dict[str, Any] | None:
     """The comparison of a case whose two sides are there; None before."""
     import torch
     from composition_check import compare
 
     folder = Path(arguments.folder)
-    of_reference = folder / "reference" / f"{reference}.0"
+    of_reference = references_at(arguments) / f"{digest(case)}.0"
     if not of_reference.exists():
         return None
     want = torch.load(of_reference, weights_only=False)
@@ -396,10 +406,15 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks")
     parser.add_argument("--only", nargs="+", help="words of the cases' names")
+    parser.add_argument("--without", nargs="+", help="words of the names of cases to leave out")
+    parser.add_argument(
+        "--references", type=Path, help="folder in which the CPU's results are kept, or are there already"
+    )
     parser.add_argument("--limit", type=float, default=40.0, help="seconds of one case")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds of all")
     parser.add_argument("--done", type=Path, help="output of an earlier run: what was ok there is left out")
-    for name, default in (("folder", ""), ("kind", ""), ("ranks", 1), ("first", 0), ("stride", 1), ("at", 0)):
+    parser.add_argument("--numbers", type=int, nargs="+", help=argparse.SUPPRESS)
+    for name, default in (("folder", ""), ("kind", ""), ("ranks", 1)):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=argparse.SUPPRESS)
     for name in ("worker", "reference", "collect"):
         parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
@@ -424,22 +439,28 @@ def compared(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for kind in sorted({case.model[4:] for case in listed if case.model.startswith("hf:@")}):
         hf_folders.make(folder / "hf" / kind, kind, vocab_size=264)
     helpers = min(4, max(1, (os.cpu_count() or 1) // 2))
-    pools = [{"kind": "reference", "ranks": 1, "reference": True, "device": "cpu", "first": n, "stride": helpers}
-             for n in range(helpers)]  # fmt: skip
-    pools += [{"kind": f"on-{size}", "ranks": size} for size in arguments.sizes]
+    references_at(arguments).mkdir(exist_ok=True)
+    first = {digest(case): number for number, case in reversed([*enumerate(listed)])}
+    missing = sorted(number for name, number in first.items() if not (references_at(arguments) / f"{name}.0").exists())
+    cpu = {"kind": "reference", "ranks": 1, "reference": True, "device": "cpu"}
+    pools: list[dict[str, Any]] = [cpu | {"numbers": missing[n::helpers]} for n in range(helpers)]
+    for size in arguments.sizes:
+        numbers = [number for number, case in enumerate(listed) if case.ranks == size]
+        several = 2 if size == 2 and arguments.device == "cuda" else 1  # most cases have two ranks
+        pools += [{"kind": f"on-{size}", "ranks": size, "numbers": numbers[n::several]} for n in range(several)]
     jobs = []
     for changes in pools:
         (folder / str(changes["kind"])).mkdir(exist_ok=True)
         given = argparse.Namespace(**vars(arguments) | changes)
         jobs.append(threading.Thread(target=pool, args=(given,), daemon=True))
         jobs[-1].start()
-    began, waiting, reference = time.monotonic(), dict(enumerate(listed)), references(listed)
+    began, waiting = time.monotonic(), dict(enumerate(listed))
     rows: dict[str, dict[str, Any]] = {}
     while waiting and time.monotonic() - began < arguments.budget:
         running = any(job.is_alive() for job in jobs)
         known = len(rows)
         for number, case in list(waiting.items()):
-            row = row_of(arguments, number, case, reference[number])
+            row = row_of(arguments, number, case)
             if row is not None:
                 del waiting[number]
                 rows[case.name] = {"ranks": case.ranks} | row
