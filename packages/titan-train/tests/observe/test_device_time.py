@@ -54,6 +54,10 @@ class Gpu:
 
 
 class Event:
+    """torch.cuda.Event as of torch 2.11, which leaves weak references to it dangling: it takes none."""
+
+    __slots__ = ("__dict__",)
+
     def __init__(self, gpu):
         self.gpu = gpu
 

@@ -6,7 +6,8 @@ a gigabyte moves in 50 microseconds, that all communication is hidden, and that 
 Idea: `StepTimer`'s marks become events on the stream that computes. What lies between two of them is the device's time: of a
 phase, or of an axis where the stream waited for a collective. A collective's own events lie on the stream that it is issued
 on. Torch's FSDP issues on streams of its own, and has the computing one wait for an event behind the collective: such an
-event is remembered with the axis. All are read when a window ends, behind its last step; nothing waits inside of a step.
+event carries the axis. (No weak reference to it: torch 2.11 frees a CUDA event and leaves those to it dangling, and the next
+garbage collection crashes.) All are read when a window ends, behind its last step; nothing waits inside of a step.
 
 Cost: two or three events per collective, a few microseconds of the host, in about five steps of a window. A window's figures
 are those of these steps.
@@ -15,9 +16,8 @@ Limits: as of `collectives`; DistributedDataParallel's and compiled code's colle
 a CUDA graph is captured or replayed nothing inside of it is seen. A collective found finished has no known duration.
 """
 
-import weakref
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -107,7 +107,6 @@ class DeviceTimeline:
         self._used: list[Any] = []
         self._beside: dict[int, str] = {}
         """The axis of the last collective on each stream that does not compute."""
-        self._behind: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def begin(self, label: str) -> None:
         """Begin a window, on the stream that computes."""
@@ -169,11 +168,12 @@ class DeviceTimeline:
             made = record(stream, event)
             axis = self._beside.get(stream.cuda_stream)
             if axis is not None:
-                self._behind[made] = axis
+                with suppress(AttributeError):  # torch.Event takes none
+                    made.titan_behind = axis
             return made
 
         def waited(stream: Any, event: Any) -> Any:
-            axis = self._behind.get(event) if stream.cuda_stream == self._compute else None
+            axis = getattr(event, "titan_behind", None) if stream.cuda_stream == self._compute else None
             if axis is None or not self.sampling():
                 return wait(stream, event)
             self.mark(f"axis:{axis}")
