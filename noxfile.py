@@ -118,7 +118,7 @@ def record_durations(report: Path) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Everything that a CUDA device can answer, in ten minutes, with this Python and offline; see benchmarks/gpu."""
+    """Everything that a CUDA device can answer, in eleven minutes, with this Python and offline; see benchmarks/gpu."""
     session.run("python3", "benchmarks/gpu/run.py", "--out", "benchmarks/results/gpu", *session.posargs)
 
 
