@@ -316,3 +316,24 @@ def test_the_first_equal_candidate_is_taken_and_the_rest_are_not_tried():
     assert choice.reasons["last"] == "not tried"
     assert choice.reasons["cannot"] == "passed over: needs another device"
     backends.forget_choices()
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "installed", "faulty"),
+    [
+        ((9, 0), "3.6.0", "", ["gated_delta", "mamba2"]),
+        ((9, 0), "3.4.0+git1", "", ["gated_delta", "mamba2"]),
+        ((9, 0), "3.7.1", "", []),
+        ((9, 0), "3.3.1", "", []),
+        ((8, 0), "3.6.0", "", []),
+        ((9, 0), "3.6.0", "tilelang", []),
+    ],
+)
+def test_a_known_fault_of_fla_is_passed_over_without_a_trial(monkeypatch, capability, triton, installed, faulty):
+    monkeypatch.setattr(kernels, "_installed", lambda package: package in ("fla", "triton", installed))
+    monkeypatch.setattr("importlib.metadata.version", lambda package: triton)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = {kind: kernels.candidates(kind, torch.device("cuda"), torch.bfloat16)[0].problem for kind in NAMES}
+    assert [kind for kind, problem in found.items() if problem] == faulty
+    assert all("#640" in found[kind] for kind in faulty)

@@ -12,6 +12,7 @@ passed over; none has been measured.
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -92,7 +93,7 @@ def _known_fault(published: _Published, device: torch.device) -> str | None:
         return None
     if not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] != 9:
         return None
-    version = tuple(int(part) for part in importlib.metadata.version("triton").split("+")[0].split(".")[:3])
+    version = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("triton"))[:3]))
     if not (3, 4, 0) <= version < (3, 7, 1):
         return None
     found = ".".join(map(str, version))

@@ -205,9 +205,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kept, ctx.gradients = ctx.gradients, None
         if kept is None:
             raise RuntimeError("the gradients of this loss were already used: its backward can run once.")
-        # in place: these are the largest tensors of a step, and nobody else has them
         scaled = [
-            None if g is None else g.mul_(grads[0].to(g.dtype)).to(dtype)
+            None if g is None else _scaled(g, grads[0].to(g.dtype), dtype)
             for g, dtype in zip(kept, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None
@@ -280,6 +279,11 @@ class _Sums:
     def gradients(self, shape: torch.Size) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of hidden states, weight and bias, for a gradient of one."""
         return None if self._of_hidden is None else self._of_hidden.view(shape), self._of_weight, self._of_bias
+
+
+def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """In one pass: these are the largest tensors of a step. In place where the dtype stays, as nobody else has them."""
+    return torch.mul(gradient, by, out=gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype))
 
 
 def _own_labels(labels: Tensor, valid: Tensor, shard: VocabShard | None, vocab: int) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,8 @@ class Setup:
     reshard: bool = True
     """fsdp: free gathered parameters after forward."""
     stack: Stack = "compile"
+    fused_norms: bool = True
+    """eager: an RMSNorm keeps its input alone, as torch's kernel on a GPU does; False is a CPU, which keeps more, in float32."""
     async_tp: bool = False
     dispatcher: Dispatcher = "alltoall"
     ep_overlap: bool = False

@@ -53,6 +53,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         sharding="ddp" if p.mode == "ddp" else "fsdp",
         reshard=p.reshard != "never",
         stack="compile" if config.compile.enabled else "eager",
+        fused_norms=config.launch.device != "cpu",
         async_tp=p.async_tp,
         cp_method={"auto": "ring", "usp": "ulysses"}.get(config.context.method, config.context.method),  # type: ignore[arg-type]
         loss="chunked" if config.train.fused_loss else "compiled" if config.compile.enabled else "eager",

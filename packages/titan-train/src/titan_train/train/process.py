@@ -33,6 +33,8 @@ def set_up_process(config: Config) -> torch.device:
         return torch.device("cpu")
     # The first product of backward runs on a thread of autograd, where CUDA has not been used: torch sees to it, and says so.
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
+    # torch's varlen_attn is looked up once, behind a cache that a compiled block calls too.
+    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`-wrapped function")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 

@@ -12,7 +12,8 @@ sharding. `check`, `estimate`, `plan`, `dry-run` and the report count by it.
 Tensor parallelism cuts what lies between a column- and a row-parallel product. Norms and the residual stream have a share of the
 tokens (with sequence parallelism); inputs of column-parallel products, latents and partial sums are whole on every rank.
 
-Eager counts are those of a CPU: RMSNorm is taken apart there (its float32 input and result), and attention pads narrow values.
+Eager counts are those of a GPU, where an RMSNorm keeps its input; with ``launch.device = "cpu"`` those of a CPU, where it is
+taken apart (its float32 input and result). Attention pads narrow values, as on a CPU.
 Each tensor counts once, however many operators save it. Parameters do not count. The exact eager forms are in `saved`.
 
 Letters: d width, n tokens of a rank, r those of its share of the residual stream, e bytes of an element.
@@ -39,7 +40,8 @@ def tokens_of(setup: Setup) -> RankTokens:
         tp=setup.tp,
         tiles=setup.mlp_tiles,
         float8=0 if not setup.float8 else 2 if setup.precision == "blockwise" else 1,
-        fused_norms=setup.float8 and setup.tp == setup.pp == 1,
+        fused_norms=setup.fused_norms,
+        casting_norms=setup.float8 and setup.tp == setup.pp == 1,
     )
 
 
@@ -74,7 +76,7 @@ def _memo(
 ) -> float:
     key = (
         name, setup.recompute, setup.mlp_tiles, setup.recompute_modules, setup.recompute_share, setup.early_stop, setup.stack,
-        setup.precision,
+        setup.precision, setup.fused_norms,
         setup.ep > 1, setup.tp, setup.pp > 1, setup.microbatch, setup.seq_len // setup.cp,
     )  # fmt: skip
     if key not in shape.memo:

@@ -8,16 +8,18 @@ families (`titan_train.planner.memory.saved`). Any other model, and what the clo
 import copy
 import functools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from titan_mesh import Layout
 from titan_pipeline import Schedule, verify
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_train.config import CompileConfig, Config
 from titan_train.models import count_parameters
@@ -287,7 +289,9 @@ class RankProgram:
             rehearse_activation_checkpointing(running, blocks, config.activations)
         plan = fsdp.plan(running, sizes, fsdp_policy(config, self.mode))
         loss = _loss if last else None
-        return plan.estimate(running, self._inputs(running), loss=loss, in_place=True).activations
+        fused = nullcontext() if config.launch.device == "cpu" or config.compile.enabled else norms_of_a_gpu()
+        with fused:
+            return plan.estimate(running, self._inputs(running), loss=loss, in_place=True).activations
 
     def _cut(self, part: nn.Module, *, running: bool = False) -> nn.Module:
         """Tensor parallelism's cut, as the first of its ranks has it. One that runs has its float8 layers, and the loss in the
@@ -369,6 +373,37 @@ def keep_blocks(model: nn.Module, kept: Sequence[int]) -> None:
 def _kind_of(block: nn.Module) -> Any:
     """Equal for two blocks that keep the same."""
     return type(block), tuple((name, parameter.shape) for name, parameter in block.named_parameters())
+
+
+class _NormOfAGpu(torch.autograd.Function):
+    """What ``aten::_fused_rms_norm`` keeps: input, weight, and a float32 number a row. Elsewhere torch takes it apart."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input, weight, input.new_empty((*input.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), None if weight is None else torch.empty_like(weight)
+
+
+@contextmanager
+def norms_of_a_gpu() -> Generator[None]:
+    """Inside the block an RMSNorm of a fake tensor is the one kernel that torch has on a GPU, and keeps what that does."""
+    plain = F.rms_norm
+
+    def rms_norm(input: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        if not isinstance(input, FakeTensor) or (weight is not None and weight.dtype != input.dtype):
+            return plain(input, shape, weight, eps)
+        return cast(Tensor, _NormOfAGpu.apply(input, weight))
+
+    F.rms_norm = rms_norm
+    try:
+        yield
+    finally:
+        F.rms_norm = plain
 
 
 def _positions(seq_len: int, hidden: Tensor) -> Tensor:

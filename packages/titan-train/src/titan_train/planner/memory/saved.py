@@ -5,7 +5,7 @@ model; a test holds the two equal over families, layouts and recomputation. `kep
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 
@@ -30,7 +30,9 @@ class RankTokens:
     tiles: int = 1
     """Parts of the sequence in which feed-forwards run; of more than one the input alone is kept."""
     fused_norms: bool = False
-    """Norms in front of float8 products normalize and cast in one pass, and keep their input."""
+    """An RMSNorm is one kernel and keeps its input, as torch's on a GPU does."""
+    casting_norms: bool = False
+    """So are those in front of float8 products, which normalize and cast in one pass."""
 
     @property
     def input(self) -> int:
@@ -91,12 +93,10 @@ def block_saved_bytes(block: Block, dim: int, at: RankTokens) -> int:
     """Bytes of one block that is not recomputed, without the rotary angles, which all blocks share."""
     assert block.attention is not None
     assert block.ffn is not None
-    if at.fused_norms:
-        total = 2 * at.residual * (at.element * dim + _WIDE)
-    elif block.norms > 2:
+    if block.norms > 2:
         total = 2 * _layer_norm(dim, at.residual, at.element)
     else:
-        total = 2 * _rms_norm(dim, at.residual)
+        total = 2 * _rms_norm(dim, at.residual, replace(at, fused_norms=at.fused_norms or at.casting_norms))
     if block.attention.latent:
         total += _latent_attention(block.attention, dim, at)
     else:
@@ -106,9 +106,9 @@ def block_saved_bytes(block: Block, dim: int, at: RankTokens) -> int:
     return total + _experts(block.ffn, dim, at)
 
 
-def _rms_norm(width: int, tokens: int) -> int:
-    """Input and result before the weight, both in float32, and one number a token."""
-    return tokens * _WIDE * (2 * width + 1)
+def _rms_norm(width: int, tokens: int, at: RankTokens) -> int:
+    """One number a token; and the input, or taken apart the input and the result before the weight, both in float32."""
+    return tokens * (at.element * width + _WIDE if at.fused_norms else _WIDE * (2 * width + 1))
 
 
 def _layer_norm(width: int, tokens: int, element: int) -> int:
@@ -126,17 +126,17 @@ def _attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
     total += at.float8 * at.whole * heads * a.head_dim * (at.float8 < at.element)  # the result's cast
     total += _WIDE * at.whole * heads  # log-sum-exp
     if a.qk_norm:
-        total += _rms_norm(a.head_dim, at.whole * (heads + kv_heads))
+        total += _rms_norm(a.head_dim, at.whole * (heads + kv_heads), at)
     return total
 
 
 def _latent_attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
     heads, n, e = share_of(a.heads, at.tp), at.whole, at.element
     total = e * n * dim + e * n * (a.q_lora + a.kv_lora)  # inputs of the projections
-    total += _rms_norm(a.q_lora, n) if a.q_lora else 0
-    total += _rms_norm(a.kv_lora, n)
-    if e == _WIDE:  # the norm's input is not a copy then, but part of the projection's result
-        total += _WIDE * n * a.rope_dim
+    total += _rms_norm(a.q_lora, n, at) if a.q_lora else 0
+    total += _rms_norm(a.kv_lora, n, at)
+    if e == _WIDE or at.fused_norms:  # the norm's input is not a copy then, but part of the projection's result
+        total += e * n * a.rope_dim
     total += 4 * e * n * heads * a.head_dim + _WIDE * n * heads  # q, k, v and result as wide as keys; log-sum-exp
     if a.v_dim < a.head_dim:
         total += e * n * heads * a.v_dim  # the result without its padding
@@ -184,7 +184,7 @@ def _rotary(shape: ModelShape, at: RankTokens) -> int:
 
 def _head(shape: ModelShape, at: RankTokens, *, chunked_loss: bool) -> int:
     layer_norm = shape.final_norm == 2
-    total = _layer_norm(shape.dim, at.residual, at.element) if layer_norm else _rms_norm(shape.dim, at.residual)
+    total = _layer_norm(shape.dim, at.residual, at.element) if layer_norm else _rms_norm(shape.dim, at.residual, at)
     if not chunked_loss:
         total += at.element * at.whole * shape.dim + at.whole * _WIDE * (shape.vocab // at.tp + 1)
     return total
