@@ -7,7 +7,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from titan_mesh.groups.torch_private import default_group, default_store, forget_meshes, groups_so_far, timeout_of
+from titan_mesh.groups.torch_private import (
+    default_group,
+    default_store,
+    forget_meshes,
+    groups_so_far,
+    name_groups_once,
+    timeout_of,
+)
 
 
 def test_default_store_and_a_groups_timeout_can_be_read():
@@ -22,6 +29,20 @@ def test_default_store_and_a_groups_timeout_can_be_read():
         group = dist.new_group([0], timeout=timedelta(seconds=21))
         assert timeout_of(group) == timedelta(seconds=21)
         assert groups_so_far() != before
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_name_of_a_destroyed_group_does_not_come_back():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        names = []
+        for _ in range(3):
+            name_groups_once()
+            group = dist.new_group([0], use_local_synchronization=True)
+            names.append(group.group_name)
+            dist.destroy_process_group(group)
+        assert len(set(names)) == 3
     finally:
         dist.destroy_process_group()
 

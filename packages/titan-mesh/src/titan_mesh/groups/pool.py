@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from titan_mesh.groups.torch_private import default_group, timeout_of
+from titan_mesh.groups.torch_private import default_group, name_groups_once, timeout_of
 
 
 class GroupPool:
@@ -31,6 +31,7 @@ class GroupPool:
 
     def __init__(self, timeout: timedelta | None, *, local: bool) -> None:
         """Start empty; ``local``: each rank makes only its own groups. The same on every rank."""
+        name_groups_once()
         self.created = []
         self.local = local
         self._world = default_group()

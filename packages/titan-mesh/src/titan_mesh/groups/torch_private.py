@@ -8,11 +8,17 @@ Checked on torch 2.11 and 2.15 (`tests/test_torch_private.py` names them and fai
   torch lets a caller set and not read.
 - ``distributed_c10d._world.group_count``, ``.pg_names``: what names of groups are counted by. Members of a group that only
   they make (``use_local_synchronization``) take its name from one or the other, by version, and meet at that name.
+- ``distributed_c10d._hash_ranks_to_str``: what makes that name. torch 2.11 counts the groups that there are, so that a name comes
+  back once some were destroyed.
 - ``torch.distributed.tensor.debug._clear_sharding_prop_cache``: DTensor caches the layout of results by the layout of
   arguments, and takes two meshes for one if their ranks and names are equal. What it returns holds the first of them.
 """
 
+import hashlib
 import sys
+import weakref
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -49,6 +55,26 @@ def groups_so_far() -> str:
     """The counters that this rank's next group is named by."""
     world = cast(Any, c10d)._world
     return f"{world.group_count} {len(world.pg_names)}"
+
+
+def name_groups_once() -> None:
+    """Let no two groups that only their own ranks make have one name, in this process and world; further calls do nothing.
+
+    torch 2.11 names such a group by its ranks and by how many groups there are. After some were destroyed the name of one of
+    them comes back, and the members of the new group wait at the addresses of the old one until their time limit. Here the
+    name has how often these ranks have made a group; torch 2.15 counts by itself.
+    """
+    if "pg_names" not in cast(Any, c10d)._hash_ranks_to_str.__code__.co_names:
+        return
+    made: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+
+    def named(ranks: Sequence[int]) -> str:
+        text = "_".join(map(str, ranks))
+        counts = made.setdefault(default_group(), Counter())
+        counts[text] += 1
+        return hashlib.sha1(f"{text} {counts[text]}".encode(), usedforsecurity=False).hexdigest()
+
+    cast(Any, c10d)._hash_ranks_to_str = named
 
 
 def forget_meshes() -> None:
