@@ -16,7 +16,6 @@ exit code 1 if any failed.
 
 import argparse
 import datetime
-import gc
 import hashlib
 import json
 import math
@@ -222,8 +221,6 @@ def worker(arguments: argparse.Namespace) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = arguments.device == "cuda"
     set_cuda_defaults(os.environ, pipeline=ranks > 1)
-    if arguments.collect:
-        torch._C._set_print_stack_traces_on_fatal_signal(True)
     torch.set_num_threads(1)
     if cuda:
         torch.cuda.set_device(0)
@@ -258,8 +255,6 @@ def worker(arguments: argparse.Namespace) -> None:
         torch.save(found, f"{target}.{rank}.part")
         Path(f"{target}.{rank}.part").rename(f"{target}.{rank}")
         torch._dynamo.reset()  # what one trainer compiled counts towards the limit of the next
-        if not arguments.collect:
-            gc.freeze()  # nothing of a finished trainer is collected while others run
         if "error" in found and ranks > 1:
             os._exit(3)  # the others may wait for this one for ever
     dist.barrier()
@@ -350,7 +345,7 @@ def _start(arguments: argparse.Namespace, numbers: list[int]) -> list["subproces
     command += ["--without", *arguments.without] if arguments.without else []
     command += ["--done", str(arguments.done)] if arguments.done else []
     command += ["--references", str(arguments.references)] if arguments.references else []
-    command += [f"--{name}" for name in ("reference", "collect") if getattr(arguments, name)]
+    command += ["--reference"] if arguments.reference else []
     processes = []
     for rank in range(arguments.ranks):
         environment = os.environ | {
@@ -372,13 +367,13 @@ def row_of(arguments: argparse.Namespace, number: int, case: Case) -> dict[str, 
     of_reference = references_at(arguments) / f"{digest(case)}.0"
     if not of_reference.exists():
         return None
-    want = torch.load(of_reference, weights_only=False)
+    want = torch.load(of_reference)
     if "error" in want:
         return {"outcome": f"the CPU failed: {want['error']}"}
     side = folder / f"on-{case.ranks}"
     ended = (side / f"{number}.why").exists()  # looked up first: what a rank left is there before
     parts = [side / f"{number}.{rank}" for rank in range(case.ranks)]
-    found = [torch.load(part, weights_only=False) for part in parts if part.exists()]
+    found = [torch.load(part) for part in parts if part.exists()]
     errors = [part for part in found if "error" in part]
     if errors:
         return {"outcome": f"failed: {errors[0]['error']}", "trace": errors[0]["trace"]}
@@ -416,7 +411,7 @@ def main() -> int:
     parser.add_argument("--numbers", type=int, nargs="+", help=argparse.SUPPRESS)
     for name, default in (("folder", ""), ("kind", ""), ("ranks", 1)):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=argparse.SUPPRESS)
-    for name in ("worker", "reference", "collect"):
+    for name in ("worker", "reference"):
         parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:

@@ -201,15 +201,9 @@ def compile_kernel(kernel, arguments, constants, warps, capability, stages=3):
     )
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
-        sass = subprocess.run([binaries / "cuobjdump", "-sass", file.name], capture_output=True, text=True, check=True)
-        usage = subprocess.run(
-            [binaries / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", sass.stdout, re.MULTILINE)
-    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage.stdout + usage.stderr).groups()
+    sass, usage = (cuobjdump(compiled, option) for option in ("-sass", "-res-usage"))
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", sass, re.MULTILINE)
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups()
     return {
         "registers": int(registers),
         "stack_bytes": int(stack),
@@ -219,6 +213,15 @@ def compile_kernel(kernel, arguments, constants, warps, capability, stages=3):
         "ctas_per_sm": ctas_per_sm(int(registers), warps, compiled.metadata.shared),
         "opcodes": collections.Counter(opcodes),
     }
+
+
+def cuobjdump(compiled, option):
+    """What the disassembler of triton's wheel prints of a compiled kernel."""
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        done = subprocess.run([program, option, file.name], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def ctas_per_sm(registers, warps, shared_bytes):

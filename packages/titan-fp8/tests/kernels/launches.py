@@ -4,18 +4,16 @@ With ``one_column``, only casts of matrices with a size of 1.
 
 The wrappers get CPU tensors of many shapes; in place of a driver stands one that knows only its target, and a launch
 stops once the kernel is compiled. That covers what the interpreter and compiling by hand skip: how arguments bind, and
-that Triton compiles a kernel anew where an integer is 1 (then a constant) or not a multiple of 16.
+that a kernel is compiled anew where an integer is 1 (which stays a number) or not a multiple of 16.
 """
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import triton
+from aot import cuobjdump
 from titan_fp8 import reference
 from titan_fp8.kernels.triton import (
     block,
@@ -141,11 +139,7 @@ def constant_arguments(kernel):
 
 def conversions_of_equals(kernel):
     """Float8 conversions of a pair of the same register, which ptxas 12.9 merges with one another, wrongly."""
-    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(kernel.asm["cubin"])
-        sass = subprocess.run([disassembler, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    return re.findall(r"F2FP\.SATFINITE\S+ \w+, (\w+)(?:\.reuse)?, \1\b.*", sass)
+    return re.findall(r"F2FP\.SATFINITE\S+ \w+, (\w+)(?:\.reuse)?, \1\b.*", cuobjdump(kernel, "-sass"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every Triton kernel equals its reference, bit for bit, in Triton's interpreter: data and scales.
+"""Every Triton kernel equals its reference, bit for bit, in Triton's interpreter: data and scales; and what pads them.
 
 The conversion itself is the kernels' integer rule here and the hardware's on a device; `test_on_device.py` compares that.
 """
@@ -77,15 +77,39 @@ ERRORS = {
 }
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    script = Path(__file__).with_name("interpreted.py")
+POISONED_SHAPES = ("1x1", "3x5", "1x256", "130x1", "130x200")
+POISONED_OPS = (
+    "amax", "cast_tensor", "cast_tensor_dual", "cast_row", "cast_row_dual", "cast_block", "cast_block_dual",
+    "cast_weight_block", "cast_weight_rows", "cast_weights_block", "cast_mx", "cast_mx_dual", "transpose_codes",
+    "cast_grouped-block1x128", "cast_grouped-mx32", "cast_grouped-tensor", "cast_grouped-row",
+)  # fmt: skip
+POISONED_FUSED = (
+    "rmsnorm_cast_block", "swiglu_cast_block", "swiglu_backward_cast_block", "layernorm_cast_block", "gelu_cast_block",
+)  # fmt: skip
+POISONED = [
+    *(f"{op}-{shape}-{dtype}" for op in POISONED_OPS for shape in POISONED_SHAPES for dtype in ("e4m3", "e5m2")),
+    *(f"{op}-{shape}" for op in POISONED_FUSED for shape in POISONED_SHAPES),
+]
+
+
+def run(script):
+    script = Path(__file__).with_name(script)
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return run("interpreted.py")
+
+
+@pytest.fixture(scope="module")
+def poisoned():
+    return run("poisoned.py")
 
 
 def test_every_case_is_named_here(interpreted):
@@ -106,3 +130,12 @@ def test_kernel_equals_the_reference_bit_for_bit(interpreted, case):
 @pytest.mark.parametrize("case", ERRORS)
 def test_kernel_is_within_rounding_of_the_reference(interpreted, case):
     assert interpreted["errors"][case] <= ERRORS[case]
+
+
+def test_every_poisoned_case_is_named_here(poisoned):
+    assert sorted(poisoned) == sorted(POISONED)
+
+
+@pytest.mark.parametrize("case", POISONED)
+def test_cast_into_garbage_equals_the_reference_with_its_padding(poisoned, case):
+    assert poisoned[case] == 0

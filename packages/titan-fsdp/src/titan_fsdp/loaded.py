@@ -6,6 +6,9 @@ Nothing can be one before its module was imported. Planning and estimating a mod
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
+from torch import Tensor
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -14,6 +17,14 @@ if TYPE_CHECKING:
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
     """``isinstance(value, DTensor)``."""
     return isinstance(value, _class("torch.distributed.tensor", "DTensor"))
+
+
+def compute_device(parameter: Tensor) -> torch.device:
+    """Where a parameter is computed with: its mesh's device, where FSDP brings one that is offloaded to the CPU."""
+    if not is_dtensor(parameter):
+        return parameter.device
+    kind = parameter.device_mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def is_fsdp_module(value: object) -> "TypeGuard[FSDPModule]":

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from titan_fsdp.loaded import compute_device
 from titan_fsdp.torch_private import split_factor
 
 Split = tuple[dist.ProcessGroup, ...]
@@ -135,12 +136,7 @@ def _by_device_and_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def _device(parameters: Sequence[Tensor]) -> torch.device:
     """Where to reduce: the mesh's device, which a gradient offloaded to the CPU is not on."""
-    for p in parameters:
-        if isinstance(p, DTensor):
-            kind = p.device_mesh.device_type
-            return (
-                torch.device(kind)
-                if kind == "cpu"
-                else torch.device(kind, torch.get_device_module(kind).current_device())
-            )
+    sharded = next((p for p in parameters if isinstance(p, DTensor)), None)
+    if sharded is not None:
+        return compute_device(sharded)
     return parameters[0].device if parameters else torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from titan_fsdp import unwrap
-from titan_fsdp.loaded import is_dtensor
+from titan_fsdp.loaded import compute_device
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage] # the base of all of torch's
 
@@ -83,10 +83,7 @@ def _keep_logits(_module: nn.Module, _args: Any, output: Any) -> Any:
 
 def computes_on(model: nn.Module) -> torch.device:
     """Where inputs of a model belong: with its parameters, or on the device that FSDP brings offloaded ones to."""
-    parameter = next(model.parameters())
-    if parameter.device.type == "cpu" and is_dtensor(parameter) and parameter.device_mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return parameter.device
+    return compute_device(next(model.parameters()))
 
 
 def _last_position_only(model: nn.Module) -> bool:
