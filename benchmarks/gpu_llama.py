@@ -132,11 +132,12 @@ def matmul_rate(device, n):
     return 2 * n**3 / statistics.median(times[3:])
 
 
-def cast_share(variant, tokens, labels):
-    """CUDA time of casts over all CUDA time, in one step."""
+def cast_share(variant, tokens, labels, rows=0):
+    """CUDA time of casts over all CUDA time, in one step; prints the ``rows`` longest kernels."""
     with torch.profiler.profile() as profile:
         variant.step(tokens, labels)
     total = casts = 0.0
+    kernels: dict[str, list[float]] = {}
     for event in profile.events():
         # kernels and copies alone: an operator's or an annotation's device time is that of its kernels once more
         if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
@@ -144,10 +145,15 @@ def cast_share(variant, tokens, labels):
         time_us = event.self_device_time_total
         total += time_us
         casts += time_us * any(word in event.name.lower() for word in ("cast", "amax"))
+        kernels.setdefault(event.name, []).append(time_us)
+    for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:rows]:
+        print(f"    {sum(times) / 1e3:8.2f} ms  {len(times):4} of  {name[:100]}")
+    if rows:
+        print(f"    {total / 1e3:8.2f} ms of all kernels")
     return casts / total if total else 0.0
 
 
-def measure(variant, found, steps, tokens, labels):
+def measure(variant, found, steps, tokens, labels, rows=0):
     """Warm a variant up and add its seconds a step, its peak memory and its casts to ``found``."""
     device = tokens.device
     for _ in range(2):
@@ -158,7 +164,7 @@ def measure(variant, found, steps, tokens, labels):
         found["s"].append(timed(device, lambda: variant.step(tokens, labels)))
     if device.type == "cuda":
         found["gib"] = torch.cuda.max_memory_allocated() / 2**30
-    found["casts"] = cast_share(variant, tokens, labels)
+    found["casts"] = cast_share(variant, tokens, labels, rows)
 
 
 def main():
@@ -170,6 +176,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--checkpoint", default="none", help="activation checkpointing of titan-train's variants")
     parser.add_argument("--build", choices=["eager", "compiled", "both"], default="both")
+    parser.add_argument("--only", nargs="+", metavar="VARIANT", help="these rows, by the whole name")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="show each variant's N longest kernels")
     parser.add_argument("--check", action="store_true", help="run everything on the CPU, tiny")
     arguments = parser.parse_args()
     device = torch.device("cpu" if arguments.check else "cuda")
@@ -189,6 +197,8 @@ def main():
     if not arguments.check:  # inductor needs a minute per variant
         compiled = {f"{name}, compiled": (kind, recipe, True) for name, (kind, recipe, _) in variants.items()}
         variants = {"eager": variants, "compiled": compiled, "both": variants | compiled}[arguments.build]
+    if arguments.only:
+        variants = {name: variants[name] for name in arguments.only}
     print(
         f"bf16 ceiling {ceiling / 1e12:.1f} TFLOP/s; {shape.llama()}; torchao {'yes' if has_torchao else 'not installed'}"
     )
@@ -199,7 +209,7 @@ def main():
     for _ in range(arguments.rounds):
         for name, (kind, recipe, compiled) in variants.items():
             measured = found[name]
-            measure(kind(shape, recipe, compiled, device), measured, arguments.steps, tokens, labels)
+            measure(kind(shape, recipe, compiled, device), measured, arguments.steps, tokens, labels, arguments.kernels)
             seconds = statistics.median(measured["s"])
             rows[name] = {
                 "tokens_per_s": count / seconds,

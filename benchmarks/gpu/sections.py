@@ -54,6 +54,15 @@ SECTIONS = (
         limit_s=400,
     ),
     Section(
+        "commands",
+        "Do sampling, evaluation, export, serving, traces, calibration and the shipped starting points work here?",
+        "benchmarks/gpu/commands.py --device cuda",
+        "benchmarks/gpu/commands.py --device cpu --tiny --only images",
+        needs=_APP,
+        expected_s=100,
+        limit_s=300,
+    ),
+    Section(
         "multi",
         "Does the same run give the same losses on two GPUs: FSDP2, DDP, tensor, context and pipeline parallelism, recorded?",
         "benchmarks/gpu/product.py --device cuda --ranks 2",
@@ -125,6 +134,13 @@ SECTIONS = (
         "packages/titan-fp8/benchmarks/on_gpu.py --sections casts --repeats 12",
         "packages/titan-fp8/benchmarks/on_gpu.py --check --sections casts",
         expected_s=25,
+    ),
+    Section(
+        "head",
+        "What do the head and its loss cost in chunks of tokens, and with whole logits?",
+        "benchmarks/gpu/head_loss.py --device cuda",
+        "benchmarks/gpu/head_loss.py --device cpu --tiny",
+        needs=_APP,
     ),
     Section(
         "attention",

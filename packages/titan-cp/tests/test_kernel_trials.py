@@ -300,18 +300,24 @@ def test_the_first_equal_candidate_is_taken_and_the_rest_are_not_tried():
         tried.append(run)
         return {"the output": torch.tensor([run])}
 
-    given = [
-        TrialKernel("far", 2.0),
-        TrialKernel("cannot", 0.0, "needs another device"),
-        TrialKernel("near", 1.00001),
-        TrialKernel("last", 1.0),
-    ]
+    listed = []
+
+    def given():
+        listed.append(1)
+        return [
+            TrialKernel("far", 2.0),
+            TrialKernel("cannot", 0.0, "needs another device"),
+            TrialKernel("near", 1.00001),
+            TrialKernel("last", 1.0),
+        ]
+
     for _ in range(2):
         chosen = choose_kernel(
             ("sum",), given, TrialKernel("torch", 1.0), trial, like=torch.zeros(1), dtype=torch.float32
         )
         assert chosen.name == "near"
     assert tried == [1.0, 2.0, 1.00001]
+    assert listed == [1]  # later calls only look the case up
     (choice,) = kernel_choices()
     assert choice.reasons["last"] == "not tried"
     assert choice.reasons["cannot"] == "passed over: needs another device"

@@ -74,7 +74,7 @@ _CHOICES: dict[Case, KernelChoice] = {}
 
 def choose_kernel(
     case: Case,
-    kernels: Sequence[TrialKernel],
+    kernels: Callable[[], Sequence[TrialKernel]],
     reference: TrialKernel,
     trial: Callable[[Any], Mapping[str, Tensor]],
     *,
@@ -86,7 +86,7 @@ def choose_kernel(
 
     Args:
         case: What the choice is for.
-        kernels: Candidates, the preferred first.
+        kernels: Gives the candidates, the preferred first; called until the case has its kernel.
         reference: Plain torch, which runs where no candidate does.
         trial: From a kernel's ``run`` to results and gradients by name, on small tensors of the case. Draws with a generator
             of its own.
@@ -99,12 +99,13 @@ def choose_kernel(
         return found.used
     if not _can_try(like):
         return reference if untried is None else untried
-    if all(kernel.problem is not None for kernel in kernels):
-        reasons = {kernel.name: f"passed over: {kernel.problem}" for kernel in kernels}
+    listed = kernels()
+    if all(kernel.problem is not None for kernel in listed):
+        reasons = {kernel.name: f"passed over: {kernel.problem}" for kernel in listed}
         found = KernelChoice(case, reference, {**reasons, reference.name: "used"})
     else:
         with ThreadPoolExecutor(1) as pool:  # see the module: no mode of this thread applies there
-            found = pool.submit(_try_all, case, kernels, reference, trial, like.device, ROUNDING[dtype]).result()
+            found = pool.submit(_try_all, case, listed, reference, trial, like.device, ROUNDING[dtype]).result()
     _CHOICES[case] = found
     _logger.debug("%s", found)
     return found.used

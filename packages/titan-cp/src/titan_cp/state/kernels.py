@@ -73,7 +73,7 @@ def choose_state_kernel(
     )  # fmt: skip
     torch_form = TrialKernel("torch", reference)
     trial = partial(_trial, given, packed)
-    used = choose_kernel(case, candidates(kind, v.device, v.dtype), torch_form, trial, like=v, dtype=v.dtype)
+    used = choose_kernel(case, partial(candidates, kind, v.device, v.dtype), torch_form, trial, like=v, dtype=v.dtype)
     return None if used.name == torch_form.name else used.run
 
 

@@ -306,12 +306,13 @@ def _over_ranks(local: Tensor, at_label: Tensor, group: dist.ProcessGroup) -> tu
 
 def _add_product(into: Tensor, of_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
     """``into += of_logits^T @ hidden``, in the dtype of ``into``; the first product is not added to what was there."""
-    if of_logits.dtype == into.dtype:
-        into.addmm_(of_logits.t(), hidden, beta=0 if first else 1)
-        return
     left = of_logits.t()
-    product = torch.mm(left, hidden, out_dtype=into.dtype) if into.is_cuda else torch.mm(left, hidden)
-    if first:
-        into.copy_(product)
-    else:
-        into.add_(product)
+    if of_logits.dtype == into.dtype:
+        into.addmm_(left, hidden, beta=0 if first else 1)
+    elif not into.is_cuda:
+        product = torch.mm(left, hidden)
+        into.copy_(product) if first else into.add_(product)
+    elif first or type(into) is not Tensor:  # a fake one: torch 2.11 cannot fake what follows, and this keeps as much
+        torch.mm(left, hidden, out_dtype=into.dtype, out=into)
+    else:  # added inside the product: into is read and written once, and no product of its size is kept
+        torch.addmm(into, left, hidden, out_dtype=into.dtype, out=into)

@@ -96,9 +96,10 @@ def flash_problem(q: Tensor, v: Tensor) -> str | None:
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, untried: "_Packed") -> "_Packed":
-    kernels = [
-        TrialKernel("torch's varlen_attn", _flash, flash_problem(q, v)), TrialKernel("memory-efficient attention", _efficient)
-    ]  # fmt: skip
+    def kernels() -> list[TrialKernel]:
+        flash = TrialKernel("torch's varlen_attn", _flash, flash_problem(q, v))
+        return [flash, TrialKernel("memory-efficient attention", _efficient)]
+
     case = ("packed attention", *describe(q, k, v), "causal" if causal else "full")
     chosen = choose_kernel(
         case, kernels, TrialKernel("torch", plain_attention), functools.partial(_trial, (q, k, v), causal), like=q,

@@ -71,11 +71,13 @@ def _with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | No
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> TrialKernel:
-    without_sinks = "has no sinks" if sinks is not None else None
-    kernels = [
-        TrialKernel("torch's varlen_attn", _flash, flash_problem(q, v) or without_sinks),
-        TrialKernel("flex_attention", _flex, None if q.is_cuda else "has no backward on the CPU"),
-    ]
+    def kernels() -> list[TrialKernel]:
+        without_sinks = "has no sinks" if sinks is not None else None
+        return [
+            TrialKernel("torch's varlen_attn", _flash, flash_problem(q, v) or without_sinks),
+            TrialKernel("flex_attention", _flex, None if q.is_cuda else "has no backward on the CPU"),
+        ]
+
     case = ("windowed attention", *describe(q, k, v), "no sinks" if sinks is None else "sinks")
     trial = functools.partial(_trial, (q, k, v), sinks)
     return choose_kernel(case, kernels, TrialKernel("torch", plain_windowed), trial, like=q, dtype=q.dtype)
