@@ -1,10 +1,11 @@
 """The head and its loss on this device: a chunk of tokens at a time, beside whole logits in float32.
 
 Question: what do the head and its cross-entropy cost, forward and backward, in chunks of several sizes and with whole logits;
-and what does adding a chunk's part to the weight's gradient inside the product save?
+and what do the kernels of the softmax and adding to the weight's gradient inside the product save?
 
 Method: hidden states of 8,192 tokens of width 4,096 and a vocabulary of 128,256 in bfloat16, medians of whole calls, in turn.
-The gradients are compared with those of whole logits first. "added apart" makes each product in float32 and adds it then.
+The gradients are compared with those of whole logits first. "added
+apart" makes each product in float32 and adds it then; "plain softmax" is that of torch, in float32.
 
 Output: a row per way; one JSON object on the last line.
 
@@ -26,6 +27,12 @@ from torch import Tensor
 def whole(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The loss as a loop by hand writes it."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+
+
+def never(self: object, logits: Tensor) -> bool:
+    """Whether kernels take the logits: plain torch does."""
+    del self, logits
+    return False
 
 
 def added_apart(into: Tensor, of_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
@@ -50,14 +57,15 @@ def main() -> None:
     hidden = torch.randn(tokens, width, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype).requires_grad_()
     labels = torch.randint(vocab, (tokens,), device=device)
-    inside = head_loss._add_product
-    ways = {"whole logits": (0, inside)}
-    ways |= {f"chunks of {rows}": (rows, inside) for rows in (usual // 2, usual, 2 * usual, 4 * usual)}
-    ways |= {f"chunks of {usual}, added apart": (usual, added_apart)}
+    inside, kernels = head_loss._add_product, head_loss._Sums._by_kernels
+    ways = {"whole logits": (0, inside, kernels)}
+    ways |= {f"chunks of {rows}": (rows, inside, kernels) for rows in (usual // 2, usual, 2 * usual, 4 * usual)}
+    ways |= {f"chunks of {usual}, plain softmax": (usual, inside, never)}
+    ways |= {f"chunks of {usual}, plain softmax, added apart": (usual, added_apart, never)}
     want = torch.autograd.grad(whole(hidden, weight, labels), (hidden, weight))
     rows = {}
-    for name, (chunk, add) in ways.items():
-        head_loss._add_product = add
+    for name, (chunk, add, by_kernels) in ways.items():
+        head_loss._add_product, head_loss._Sums._by_kernels = add, by_kernels
 
         def step(chunk: int = chunk) -> tuple[Tensor, ...]:
             if not chunk:
@@ -71,7 +79,7 @@ def main() -> None:
         )
         rows[name] = {"ms": median_ms(step, device, repeats=8, inner=2), "gib": peak_gib(step, device), "apart": apart}
         print(
-            f"{name:34}{rows[name]['ms']:9.2f} ms  {rows[name]['gib']:6.2f} GiB  gradients apart {apart:.1e}",
+            f"{name:44}{rows[name]['ms']:9.2f} ms  {rows[name]['gib']:6.2f} GiB  gradients apart {apart:.1e}",
             flush=True,
         )
         assert apart < 0.02, f"{name}: the gradients differ by {apart}"

@@ -39,6 +39,7 @@ from titan_fp8.statistics import TensorStats, record_stats, stats, tensor_stats
 from titan_fp8.weights.cache import WeightCache
 
 if TYPE_CHECKING:
+    from titan_fp8.kernels.triton.cross_entropy import softmax_gradient_, softmax_sums
     from titan_fp8.kernels.triton.rotation import rotate
     from titan_fp8.parallel.styles import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8Input
 
@@ -91,6 +92,8 @@ __all__ = [
     "rms_norm",
     "rotate",
     "scaled_mm",
+    "softmax_gradient_",
+    "softmax_sums",
     "stats",
     "swiglu",
     "swiglu_linear",
@@ -109,4 +112,8 @@ def __getattr__(name: str) -> Any:
         from titan_fp8.kernels.triton.rotation import rotate
 
         return rotate
+    if name in ("softmax_gradient_", "softmax_sums"):
+        from titan_fp8.kernels.triton import cross_entropy
+
+        return getattr(cross_entropy, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

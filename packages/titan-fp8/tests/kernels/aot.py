@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from titan_fp8.kernels.triton import (
     block,
+    cross_entropy,
     elementwise,
     fused,
     grouped_cast,
@@ -128,6 +129,16 @@ KERNELS = {
     "swiglu_backward": (
         elementwise.swiglu_backward_kernel, {"grad": X, "gate": X, "up": X, "dgate": X, "dup": X, "numel": INT},
         {"BLOCK": 4096, "MASKED": False, "HARDWARE": True}, 8,
+    ),
+    "softmax_sums": (
+        cross_entropy.softmax_sums_kernel,
+        {"logits": X, "labels": "*i64", "largest": SCALE, "total": SCALE, "at_label": SCALE, "V": INT, "stride": INT},
+        {"BLOCK": 8192, "HARDWARE": True}, 8,
+    ),
+    "softmax_gradient": (
+        cross_entropy.softmax_gradient_kernel,
+        {"logits": X, "labels": "*i64", "largest": SCALE, "factor": SCALE, "hit": SCALE, "V": INT, "stride": INT},
+        {"BLOCK": 4096, "HARDWARE": True}, 8,
     ),
     **{
         f"rotation-{pairs}": (

@@ -13,6 +13,7 @@ import triton.language as tl
 from titan_fp8 import reference
 from titan_fp8.kernels.triton import (
     block,
+    cross_entropy,
     elementwise,
     fused,
     grouped_cast,
@@ -203,6 +204,23 @@ def grouped():
     return results
 
 
+def cross_entropy_errors(logits):
+    """Of the sums, and of the gradient where a token has weight 0, 1 and 2."""
+    labels = torch.arange(logits.shape[0]) * 7 % logits.shape[1]
+    largest, total, at_label = cross_entropy.softmax_sums(logits, labels)
+    wide = logits.double()
+    weight = (torch.arange(logits.shape[0]) % 3).float()
+    expected = torch.softmax(wide, -1) - torch.nn.functional.one_hot(labels, logits.shape[1])
+    got = logits.clone()
+    cross_entropy.softmax_gradient_(got, labels, largest, weight / total, weight)
+    return {
+        "softmax_sums-largest": error(largest, wide.amax(-1)),
+        "softmax_sums-total": error(largest + total.log(), wide.logsumexp(-1)),
+        "softmax_sums-at_label": error(at_label, wide.gather(1, labels[:, None])[:, 0]),
+        "softmax_gradient": error(got, expected * weight[:, None]),
+    }
+
+
 def closeness():
     """Kernels whose sums or exponentials are rounded in another order: the largest relative error of each result."""
     generator = torch.Generator().manual_seed(0)
@@ -214,6 +232,8 @@ def closeness():
     results["rmsnorm_backward-dx"], results["rmsnorm_backward-dweight"] = map(error, got, expected)
     got, expected = (m.rmsnorm(x, weight, 1e-5) for m in (elementwise, reference))
     results["rmsnorm"], results["rmsnorm-rstd"] = map(error, got, expected)
+    for name, rows in (("", x), ("-one_block", x[:, :16]), ("-long", torch.cat([x, 3 * u], 1).repeat(1, 31))):
+        results |= {f"{key}{name}": value for key, value in cross_entropy_errors(rows).items()}
     results["swiglu"] = error(elementwise.swiglu(x, u), reference.swiglu(x, u))
     got, expected = (m.swiglu_backward(g, x, u) for m in (elementwise, reference))
     results["swiglu_backward-gate"], results["swiglu_backward-up"] = map(error, got, expected)

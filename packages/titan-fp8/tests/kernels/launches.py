@@ -17,6 +17,7 @@ from aot import cuobjdump
 from titan_fp8 import reference
 from titan_fp8.kernels.triton import (
     block,
+    cross_entropy,
     elementwise,
     fused,
     grouped_cast,
@@ -87,6 +88,9 @@ def call_everything():
         elementwise.rmsnorm(x, weight, 1e-5)
         elementwise.swiglu(x, u)
         elementwise.swiglu_backward(g, x, u)
+        labels = torch.zeros(shape[0], dtype=torch.int64)
+        largest, total, _ = cross_entropy.softmax_sums(x, labels)
+        cross_entropy.softmax_gradient_(x.clone(), labels, largest, 1 / total, rstd)
         rotation.rotate(
             torch.randn(1, *shape, 64).bfloat16(), torch.ones(1, shape[0], 1, 32), torch.ones(1, shape[0], 1, 32)
         )

@@ -100,13 +100,15 @@ def _parameters(unit: PlannedUnit, modules: list[nn.Module]) -> list[tuple[nn.Pa
 
 def _configure(plan: PlanData, model: nn.Module, modules: dict[str, nn.Module]) -> None:
     policy = plan.policy
-    shard_of = {id(modules[fqn]): unit.sizes.shard for unit in plan.units for fqn in unit.fqns}
+    sizes_of = {id(modules[fqn]): unit.sizes for unit in plan.units for fqn in unit.fqns}
     for module in fsdp_modules(model):
-        if policy.grad_divide != "mean":
+        # On one rank the sum is the mean, and torch would write all gradients once more to divide them by one.
+        is_mean = policy.grad_divide == "mean" or (policy.grad_divide == "sum" and sizes_of[id(module)].total == 1)
+        if not is_mean:
             module.set_gradient_divide_factor(1.0 if policy.grad_divide == "sum" else float(policy.grad_divide))
             # Without this, torch asks the backend for PREMUL_SUM, which only NCCL has. With one shard torch divides
             # in the copy that replaces the reduce-scatter and would divide once more after a forced sum.
-            module.set_force_sum_reduction_for_comms(shard_of[id(module)] > 1)
+            module.set_force_sum_reduction_for_comms(sizes_of[id(module)].shard > 1)
         if policy.comm.reduce_scatter == "bf16":
             module.set_custom_reduce_scatter(Bf16ReduceScatter())  # pyright: ignore[reportArgumentType]
         if policy.unused_parameters:

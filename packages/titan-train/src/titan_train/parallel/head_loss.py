@@ -16,12 +16,15 @@ The z-loss changes the gradients alone; what is returned is the cross-entropy, w
 Under tensor parallelism a rank holds some rows of W. It then exchanges two numbers a token: the log-sum-exp of its own
 logits, and the label's logit if it has that one; one all-gather a chunk.
 
-Cost: one chunk of logits in float32, and the gradient of W in float32 from forward to backward. In half precision the
-products of each chunk are rounded once, and summed over chunks in float32.
+Cost: one chunk of logits (in half precision on a GPU, where `titan_fp8.softmax_sums` and `titan_fp8.softmax_gradient_` read
+it, and in float32 elsewhere), and the gradient of W in float32 from forward to backward. In half precision the products of
+each chunk are rounded once, and summed over chunks in float32.
 
 Shapes: T tokens, d width, V_r vocabulary entries of this rank, n ranks.
 """
 
+import functools
+import importlib.util
 import inspect
 from typing import Any, NamedTuple, cast
 
@@ -242,12 +245,18 @@ class _Sums:
             self._bias, hidden, self._weight.t()
         )  # fmt: skip
         own, here = _own_labels(labels, valid, self._shard, logits.shape[-1])
-        # Both in float32 from here on. The largest probability is at least 1 / V, so its logarithm is exact where the
+        # All in float32 from here on. The largest probability is at least 1 / V, so its logarithm is exact where the
         # label's own may be that of zero.
-        p = torch.softmax(logits, -1, dtype=self._wide)
-        largest, log_of_largest = logits.amax(-1).to(self._wide), p.amax(-1).log_()
-        above = logits.gather(-1, own.unsqueeze(-1)).squeeze(-1).to(self._wide) - largest
-        del logits
+        p: Tensor | None = None
+        if self._by_kernels(logits):
+            largest, sums, at_label = titan_fp8.softmax_sums(logits, own)
+            log_of_largest = sums.log_().neg_()
+        else:
+            p = torch.softmax(logits, -1, dtype=self._wide)
+            largest, log_of_largest = logits.amax(-1).to(self._wide), p.amax(-1).log_()
+            at_label = logits.gather(-1, own.unsqueeze(-1)).squeeze(-1).to(self._wide)
+            del logits
+        above = at_label - largest
         log_p, total = above + log_of_largest, largest - log_of_largest
         scale: Tensor | None = None
         if self._shard is not None:
@@ -258,27 +267,46 @@ class _Sums:
             pull = 1 + 2 * self._z_loss * total
             scale = pull if scale is None else scale * pull
         self.loss -= log_p.masked_fill(~valid, 0.0).sum()
-        if self._training:
-            if scale is not None:
-                p *= scale.unsqueeze(-1)
-            self._add_gradients(rows, p, own, here, valid)
+        if not self._training:
+            return
+        if p is None:
+            factor = log_of_largest.exp() if scale is None else log_of_largest.exp() * scale
+            titan_fp8.softmax_gradient_(logits, own, largest, factor.masked_fill(~valid, 0.0), here.to(factor.dtype))
+            self._add_products(rows, logits, self._hidden[rows])
+            return
+        if scale is not None:
+            p *= scale.unsqueeze(-1)
+        self._add_gradients(rows, p, own, here, valid)
+
+    def _by_kernels(self, logits: Tensor) -> bool:
+        """Fake tensors, which count memory, are no operands of kernels; a bias is rare."""
+        half = logits.dtype in (torch.bfloat16, torch.float16)
+        return half and logits.is_cuda and type(logits) is Tensor and self._bias is None and _has_triton()
 
     def _add_gradients(self, rows: slice, p: Tensor, own: Tensor, here: Tensor, valid: Tensor) -> None:
         """``p`` becomes the gradient of the logits, but for tokens without a label, which are left out of the products."""
         p.scatter_add_(-1, own.unsqueeze(-1), -here.to(p.dtype).unsqueeze(-1))
         hidden, mask = self._hidden[rows], valid.unsqueeze(-1)
-        of_logits = p.to(hidden.dtype)
+        self._add_products(rows, p.to(hidden.dtype), hidden * mask)
         if self._of_hidden is not None:
-            torch.mm(of_logits, self._weight, out=self._of_hidden[rows])
             self._of_hidden[rows].mul_(mask)
-        if self._of_weight is not None:
-            _add_product(self._of_weight, of_logits, hidden * mask, first=rows.start == 0)
         if self._of_bias is not None:
             self._of_bias.addmv_(p.t(), valid.to(p.dtype))
+
+    def _add_products(self, rows: slice, of_logits: Tensor, hidden: Tensor) -> None:
+        if self._of_hidden is not None:
+            torch.mm(of_logits, self._weight, out=self._of_hidden[rows])
+        if self._of_weight is not None:
+            _add_product(self._of_weight, of_logits, hidden, first=rows.start == 0)
 
     def gradients(self, shape: torch.Size) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of hidden states, weight and bias, for a gradient of one."""
         return None if self._of_hidden is None else self._of_hidden.view(shape), self._of_weight, self._of_bias
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@
 - `transpose`: codes by columns, from codes by rows.
 - `elementwise`: RMSNorm and SwiGLU without a cast.
 - `rotation`: rotary positions.
+- `cross_entropy`: sums and gradients of logits.
 - `fused`: RMSNorm and SwiGLU that end in a cast.
 - `grouped_cast`, `grouped_mm`: experts.
 """
