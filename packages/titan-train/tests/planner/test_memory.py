@@ -10,7 +10,7 @@ from titan_train.config import load_config
 from titan_train.models import build_model
 from titan_train.models.shape import ModelShape
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
-from titan_train.parallel.head_loss import linear_cross_entropy_sum
+from titan_train.parallel.head_loss import _scaled, linear_cross_entropy_sum
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
@@ -114,14 +114,17 @@ def test_a_tied_embedding_is_reduced_when_activations_are_gone():
     ("vocab", "dim", "tokens"), [(128_256, 2048, 4096), (128_256, 4096, 8192), (32_000, 4096, 1024)]
 )
 def test_a_chunked_loss_allocates_on_a_gpu_what_the_planner_says(vocab, dim, tokens):
-    """Every allocation of the head's forward, on fake tensors of a GPU."""
+    """Every allocation of the head's forward and backward, on fake tensors of a GPU."""
     with FakeTensorMode():
         hidden, weight = (
             torch.empty(rows, dim, dtype=torch.bfloat16, device="cuda", requires_grad=True) for rows in (tokens, vocab)
         )
         recorder = _Recorder([hidden, weight])
         with recorder:
-            linear_cross_entropy_sum(hidden, weight, torch.zeros(tokens, dtype=torch.int64, device="cuda"))
+            loss = linear_cross_entropy_sum(hidden, weight, torch.zeros(tokens, dtype=torch.int64, device="cuda"))
+            # fake tensors of a GPU have no backward where there is none: this is what it allocates
+            kept = _scaled(loss.grad_fn.gradients[1], torch.ones((), device="cuda"), torch.bfloat16)
+    assert kept.shape == weight.shape
     sizes = (event.size for event in recorder.take(outliving="activations"))
     block = find_shape("llama3_8b").blocks[0]
     shape = ModelShape("head", dim=dim, vocab=vocab, blocks=(block,))

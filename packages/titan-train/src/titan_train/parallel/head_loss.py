@@ -279,9 +279,9 @@ class _Sums:
         self._add_gradients(rows, p, own, here, valid)
 
     def _by_kernels(self, logits: Tensor) -> bool:
-        """Fake tensors, which count memory, are no operands of kernels; a bias is rare."""
+        """Whether kernels read the logits. A bias, whose gradient is a sum of whole rows, is rare."""
         half = logits.dtype in (torch.bfloat16, torch.float16)
-        return half and logits.is_cuda and type(logits) is Tensor and self._bias is None and _has_triton()
+        return half and logits.is_cuda and self._bias is None and _has_triton()
 
     def _add_gradients(self, rows: slice, p: Tensor, own: Tensor, here: Tensor, valid: Tensor) -> None:
         """``p`` becomes the gradient of the logits, but for tokens without a label, which are left out of the products."""

@@ -71,7 +71,7 @@ def softmax_sums(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor
     tokens, vocab = logits.shape
     logits, labels = row_major(logits), labels.contiguous()
     largest, total, at_label = logits.new_empty((3, tokens), dtype=torch.float32)
-    if tokens:
+    if tokens and type(logits) is Tensor:  # of a fake one only the memory counts
         launch(
             softmax_sums_kernel, (tokens,), logits, labels, largest, total, at_label, vocab, logits.stride(0),
             BLOCK=min(_SUMS_BLOCK, triton.next_power_of_2(vocab)), HARDWARE=logits.is_cuda, num_warps=_WARPS,
@@ -97,7 +97,7 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, largest: Tensor, factor: T
             f"logits of strides {logits.stride()} cannot be overwritten in place: rows must be contiguous."
         )
     tokens, vocab = logits.shape
-    if tokens:
+    if tokens and type(logits) is Tensor:
         block = min(_GRADIENT_BLOCK, triton.next_power_of_2(vocab))
         launch(
             softmax_gradient_kernel, (tokens, triton.cdiv(vocab, block)), logits, labels.contiguous(), largest.contiguous(),

@@ -198,12 +198,13 @@ def rank_peak(
 
 
 def chunked_loss(shape: ModelShape, setup: Setup) -> dict[str, float]:
-    """Bytes of the loss that is computed a chunk of tokens at a time, on a GPU: the logits of one chunk, and the gradient of the
-    head's weight in float32, with a chunk's product beside it.
+    """Bytes of the loss that is computed a chunk of tokens at a time, on a GPU: the gradient of the head's weight in float32, and
+    beside it the logits of one chunk in bf16, or in backward what FSDP is given of it, in bf16.
+
+    An H100 used 3.00 GiB for this and the gradient of the hidden states, in a head of 4096 × 128,256 and chunks of 1,024 to 4,096
+    tokens, and 3.98 GiB in one chunk of 8,192: these bytes.
     """
     vocab = shape.vocab / setup.tp
     rows = min(setup.tokens, head_chunk_rows(vocab, "cuda"))
     weight = 4.0 * shape.head_parameters / setup.tp
-    # softmax has the logits beside it in bf16 and float32; the product has probabilities, their copy in bf16, and its own result
-    logits = max(10.0 * rows * vocab, 6.0 * rows * vocab + weight)
-    return {"logits": logits, "head gradient": (1 + shape.mtp) * weight}
+    return {"logits": max(2.0 * rows * vocab, weight / 2), "head gradient": (1 + shape.mtp) * weight}
