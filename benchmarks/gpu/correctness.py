@@ -68,6 +68,23 @@ def grouped_experts(device: torch.device, size: int, recipe: str) -> float:
     return max(error(got, want) for want, got in zip(*found, strict=True))
 
 
+def few_rows(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """Experts ``(E, rows, K, N)`` that get few rows each, of sizes that are no multiples of 128; and a linear of as many rows."""
+    experts, rows, inner, outer = shape
+    torch.manual_seed(0)
+    x, w = torch.randn(rows, inner).to(dtype), (torch.randn(experts, outer, inner) * inner**-0.5).to(dtype)
+    ends = torch.tensor(sorted([rows, *torch.randint(rows + 1, (experts - 1,)).tolist()]), dtype=torch.int32)
+    g = torch.randn(rows, outer).to(dtype)
+    found = []
+    for where in (torch.device("cpu"), device):
+        a, b = x.to(where).requires_grad_(), w.to(where).requires_grad_()
+        out = titan_fp8.grouped_mm(a, b.transpose(-2, -1), ends.to(where))
+        one = titan_fp8.linear(a, b[0])
+        loss = (out * g.to(where)).sum() + (one * g.to(where)).sum()
+        found.append((out, one, *torch.autograd.grad(loss, (a, b))))
+    return max(error(got, want) for want, got in zip(*found, strict=True))
+
+
 def attention(device: torch.device, seq_len: int, packed: bool, latent: bool, dtype: torch.dtype) -> float:
     """Attention of the models, grouped heads or narrow values, against float64 on the CPU."""
     from titan_train.models.common.attention import CausalAttention, SequenceContext
@@ -155,6 +172,17 @@ def checks(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[],
         yield f"float8 linear, {recipe}", lambda r=recipe: float8_linear(device, size, r), FLOAT8, "4 bf16 roundings"
     for recipe in ("blockwise", "rowwise"):
         yield f"float8 experts, {recipe}", lambda r=recipe: grouped_experts(device, size, r), FLOAT8, "4 bf16 roundings"
+    for shape in (
+        (8, 64, 64, 96),
+        (8, 64, 96, 64),
+        (4, 64, 128, 128),
+        (8, 300, 512, 256),
+        (16, 300, 128, 256),
+        (3, 20, 16, 32),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            label = f"float8 experts of few rows, {'×'.join(map(str, shape))}, {str(dtype).removeprefix('torch.')}"
+            yield label, lambda s=shape, d=dtype: few_rows(device, s, d), FLOAT8, "4 bf16 roundings"
     yield "FSDP2 float8 gather", lambda: fsdp_float8(device, size), FLOAT8, "4 bf16 roundings"
     if not importlib.util.find_spec("pydantic") or not importlib.util.find_spec("titan_train"):
         return

@@ -6,12 +6,14 @@ No GPU: the kernels here are stubs with the signatures of fla-core 0.6.0, comput
 import logging
 import re
 import sys
+import time
 import types
 
 import pytest
 import torch
 from titan_cp import backends, explain_state, linear_attention, local_linear_attention, plan
 from titan_cp.backends import BACKENDS, Request, TrialKernel, choose_kernel, kernel_choices, select
+from titan_cp.backends import trial as trial_module
 from titan_cp.backends.cpu_flash import CpuFlash
 from titan_cp.state import kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -322,6 +324,22 @@ def test_the_first_equal_candidate_is_taken_and_the_rest_are_not_tried():
     assert choice.reasons["last"] == "not tried"
     assert choice.reasons["cannot"] == "passed over: needs another device"
     backends.forget_choices()
+
+
+def test_a_trial_that_takes_long_says_what_is_tried(monkeypatch, caplog):
+    backends.forget_choices()
+    monkeypatch.setattr(trial_module, "_LONG_S", 0.05)
+
+    def trial(run):
+        time.sleep(run)
+        return {"the output": torch.ones(1)}
+
+    given = [TrialKernel("slow", 0.5)]
+    choose_kernel(("sum",), lambda: given, TrialKernel("torch", 0.2), trial, like=torch.zeros(1), dtype=torch.float32)
+    backends.forget_choices()
+    assert [r.message for r in caplog.records] == [
+        "sum: still trying slow, which compiles and tunes itself at its first call here"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The commands around a run, called in this process as the command line calls them."""
 
+import importlib.util
 import re
 import shlex
 import shutil
@@ -214,6 +215,11 @@ def test_doctor_says_what_to_install_first_where_a_package_is_missing(capsys, mo
         return "1.0"
 
     monkeypatch.setattr("titan_train.cli.doctor.version", version)
+    assert main(["doctor"]) == 0
+    assert "titan-cp         not installed, read from" in capsys.readouterr().out
+    find = importlib.util.find_spec
+    absent = lambda name, package=None: None if name == "titan_cp" else find(name, package)  # noqa: E731
+    monkeypatch.setattr("titan_train.cli.doctor.importlib.util.find_spec", absent)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "not installed: uv pip install titan-cp" in out

@@ -14,6 +14,7 @@ from exported_runs import trained
 from titan_ckpt import Checkpointer, TrainState
 from titan_train.cli import main
 from titan_train.config.model import ModelConfig
+from titan_train.export.aoti_folder import exported_step
 from titan_train.export.gate import Exported
 from titan_train.export.gguf.folder import check_gguf
 from titan_train.export.load import load_exported
@@ -162,6 +163,18 @@ def padded_rows_continue_as_alone(exported, model) -> None:
         want = model(text)
     # the gate's float32 sums, in another order
     assert (torch.cat(found, 1)[:1, 3:] - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [3, 1])
+def test_a_step_has_a_graph_of_any_size(folder: Path, tokens: int) -> None:
+    stepped = StepModel(load_run(trained(folder, "llama3_debug"), device="cpu").model).eval()
+    program, (_, _, caches) = exported_step(stepped, tokens)
+    with torch.no_grad():
+        text, at = torch.arange(5 * tokens).view(5, tokens), torch.arange(tokens).expand(5, -1).contiguous()
+        empty = stepped.shape.empty(5, 23)
+        got, _ = program.module()(text, at, [cache.clone() for cache in empty])
+        assert torch.equal(got, stepped(text, at, empty)[0])
+    assert len(caches) == len(empty)
 
 
 @pytest.mark.slow

@@ -19,9 +19,10 @@ CUDA graph, inside backward): the reference runs there, or what the caller names
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,9 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3 * 2.0**
 """Largest difference relative to the largest value: some roundings of a result and of sums over channels."""
 
 _REFUSED = "not used"
+
+_LONG_S = 10.0
+"""Seconds of a trial after which the log says what is waited for."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,8 @@ def _try_all(
             if used is not None:
                 reasons[kernel.name] = "not tried"
                 continue
-            wrong = _difference(kernel, trial, expected, limit)
+            with _said_if_long(case, kernel.name):
+                wrong = _difference(kernel, trial, expected, limit)
             if wrong is None:
                 used, reasons[kernel.name] = kernel, "used"
             else:
@@ -162,6 +167,20 @@ def _try_all(
     if used is None:
         used, reasons[reference.name] = reference, "used"
     return KernelChoice(case, used, reasons)
+
+
+@contextmanager
+def _said_if_long(case: Case, name: str) -> Generator[None]:
+    """Say what the process waits for: other packages compile and tune for minutes, once on a machine."""
+    what = ", ".join(str(part) for part in case)
+    words = f"{what}: still trying {name}, which compiles and tunes itself at its first call here"
+    timer = threading.Timer(_LONG_S, _logger.warning, (words,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _difference(

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import platform
 import re
@@ -210,4 +211,7 @@ def _package(name: str, remedy: str) -> Finding:
     try:
         return Finding("ok", name, version(name))
     except PackageNotFoundError:
+        found = importlib.util.find_spec(name.replace("-", "_"))
+        if found is not None and found.origin is not None:
+            return Finding("ok", name, f"not installed, read from {Path(found.origin).parent}")
         return Finding("missing", name, f"not installed: {remedy}")

@@ -45,6 +45,12 @@ def write_aoti(folder: Path, model: nn.Module, *, step: int) -> None:
 
 
 def _compile(stepped: StepModel, seq_len: int) -> Any:
+    program, inputs = exported_step(stepped, seq_len)
+    return torch._inductor.aot_compile(program.module(), inputs, options={"aot_inductor.package": True})  # type: ignore[arg-type]
+
+
+def exported_step(stepped: StepModel, seq_len: int) -> tuple[torch.export.ExportedProgram, tuple[Any, ...]]:
+    """The graph of a step of several tokens, or of one, for any B, S and T; and the inputs that it was made with."""
     batch = torch.export.Dim("batch", min=1, max=1 << 16)
     seq = torch.export.Dim("seq", min=2, max=1 << 24)
     length = torch.export.Dim("cache", min=2, max=1 << 24)
@@ -53,8 +59,7 @@ def _compile(stepped: StepModel, seq_len: int) -> Any:
     inputs = (torch.zeros(2, seq_len, dtype=torch.int64), positions, stepped.shape.empty(2, 16))
     of_tokens = {0: batch, 1: seq} if seq_len > 1 else {0: batch}
     shapes = (of_tokens, of_tokens, [{0: batch, 2: length}] * len(inputs[2]))
-    program = torch.export.export(stepped, inputs, dynamic_shapes=shapes, strict=False)
-    return torch._inductor.aot_compile(program.module(), inputs, options={"aot_inductor.package": True})  # type: ignore[arg-type]
+    return torch.export.export(stepped, inputs, dynamic_shapes=shapes, strict=False), inputs
 
 
 class AotiModel(SteppedModel):

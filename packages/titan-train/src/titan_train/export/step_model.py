@@ -204,14 +204,13 @@ class _EveryExpert(nn.Module):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention by views, which every exporter knows; shapes as in `models.common.attention.attend`."""
+    """Grouped-query attention; shapes as in `models.common.attention.attend`."""
     width = v.shape[-1]
     if width < q.shape[-1]:
         v = F.pad(v, (0, q.shape[-1] - width))
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = (x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[..., :width]
+    # Repeated key heads would do too, but torch 2.11 then finds that the caches' length is not free.
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)[..., :width]
 
 
 class SteppedModel(ABC):
