@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from titan_pipeline.runtime import SocketTransport
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.inputs import prepare_inputs
@@ -29,6 +30,8 @@ _OPERATORS = {
     "_c10d_functional::all_reduce": ("all_reduce", 0, 2),
     "_c10d_functional::all_to_all_single": ("all_to_all", 0, 3),
 }
+STAGES = (-1, -1)
+"""The group of a message between pipeline stages."""
 LEAST_BYTES = 200
 """Shorter transfers are the step's bookkeeping: losses, norms, flags. So are the integers that stages pass on."""
 
@@ -39,6 +42,23 @@ class TransferCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+
+    def __enter__(self) -> "TransferCounter":
+        """Stages of one machine send through sockets, which no operator shows."""
+        self._send = send = SocketTransport.send
+
+        def counted(transport: SocketTransport, target: int, key: Any, payload: Any) -> None:
+            for size in (t.numel() * t.element_size() for t in payload if t is not None and t.is_floating_point()):
+                if size > LEAST_BYTES:
+                    self.found["send", STAGES, size] += 1
+            send(transport, target, key, payload)
+
+        SocketTransport.send = counted
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        SocketTransport.send = self._send
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -165,7 +185,7 @@ def axis_of(kind: str, ranks: tuple[int, ...], world: int, setup: Any) -> str:
         "cp": tuple(range(0, setup.cp * setup.tp, setup.tp)),
         "replicate": tuple(range(0, world // setup.pp, setup.dp_shard * setup.cp * setup.tp)),
         "ep": tuple(range(setup.ep)),
-        "pp": tuple(range(0, world, world // setup.pp)),
+        "pp": STAGES if setup.pp > 1 else (),
         "expert shard": tuple(range(0, setup.dp_shard * setup.cp * setup.tp, setup.ep)),
     }
     order = {"all_to_all": ("ep", "cp"), "send": ("cp", "pp"), "all_reduce": ("tp", "replicate", "shard")}
