@@ -1,6 +1,6 @@
 """Everything that one GPU can answer, in one offline command within a time budget.
 
-    python benchmarks/gpu/run.py --out DIR [--wheels DIR] [--budget 640] [--only NAME ...]
+    python benchmarks/gpu/run.py --out DIR [--wheels DIR] [--budget 800] [--only NAME ...]
     python benchmarks/gpu/run.py --out DIR --device cpu --tiny        # the same code on a CPU, to see that it runs
 
 Needs a Python with torch, triton, numpy and pytest; no network and no other tool. Packages that the machine lacks come as
@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--wheels", type=Path, help="folder of wheels of packages that this machine lacks")
-    parser.add_argument("--budget", type=float, default=640, help="seconds for everything (default 640)")
+    parser.add_argument("--budget", type=float, default=800, help="seconds for everything (default 800)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
         "--tiny", action="store_true", help="tiny shapes: the code is checked, the figures mean nothing"

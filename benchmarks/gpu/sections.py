@@ -3,7 +3,7 @@
 A section is one command in a process of its own, so that a crash, a hang or an out-of-memory of one leaves the others
 alone. The last JSON object in its output is its result; long ones print it after each piece, so that a section that is ended
 keeps what it measured. `{workers}` in a command stands for pytest-xdist's processes, where it is installed. The expected
-seconds of all sections together fit the default budget, 640 s.
+seconds of all sections together fit the default budget, 800 s.
 """
 
 from dataclasses import dataclass

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from titan_fp8.first_call import COMPARED, compared_at_first
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -138,6 +140,8 @@ def _load(op: str, index: int, device: torch.device) -> Callable[..., Any]:
     candidate = _CANDIDATES[op][index]
     module, name = candidate.target.split(":")
     function = getattr(importlib.import_module(module), name)
+    if candidate.name == "triton" and op in COMPARED:
+        return compared_at_first(op, function, _load(op, len(_CANDIDATES[op]) - 1, device))
     if candidate.name != "cuda":
         return function
     below = _load(op, _first_working(op, device, "", index + 1), device)

@@ -1,5 +1,11 @@
 """The loss in the head, a chunk of tokens at a time, against the head, whole logits and cross-entropy."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import composition
 import pytest
 import torch
@@ -222,3 +228,14 @@ def test_the_estimate_of_a_large_vocabulary_holds_no_logits():
         (rank,) = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None)
         peaks[fused] = rank.activations
     assert peaks[False] - peaks[True] > 2048 * 65536 * 4
+
+
+def test_kernels_of_a_gpu_are_as_near_to_float64_as_plain_torch():
+    """In Triton's interpreter: logits in bfloat16, tokens without a label, the z-loss, a vocabulary over ranks."""
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("head_loss_by_kernels.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    for kernels, plain in json.loads(done.stdout.splitlines()[-1]):
+        assert all(a <= 1.05 * b + 1e-6 for a, b in zip(kernels, plain, strict=True)), (kernels, plain)

@@ -247,15 +247,17 @@ class _Sums:
         own, here = _own_labels(labels, valid, self._shard, logits.shape[-1])
         # All in float32 from here on. The largest probability is at least 1 / V, so its logarithm is exact where the
         # label's own may be that of zero.
+        in_place: Tensor | None = None
         p: Tensor | None = None
         if self._by_kernels(logits):
+            in_place = logits
             largest, sums, at_label = titan_fp8.softmax_sums(logits, own)
             log_of_largest = sums.log_().neg_()
         else:
             p = torch.softmax(logits, -1, dtype=self._wide)
             largest, log_of_largest = logits.amax(-1).to(self._wide), p.amax(-1).log_()
             at_label = logits.gather(-1, own.unsqueeze(-1)).squeeze(-1).to(self._wide)
-            del logits
+        del logits
         above = at_label - largest
         log_p, total = above + log_of_largest, largest - log_of_largest
         scale: Tensor | None = None
@@ -269,11 +271,12 @@ class _Sums:
         self.loss -= log_p.masked_fill(~valid, 0.0).sum()
         if not self._training:
             return
-        if p is None:
+        if in_place is not None:
             factor = log_of_largest.exp() if scale is None else log_of_largest.exp() * scale
-            titan_fp8.softmax_gradient_(logits, own, largest, factor.masked_fill(~valid, 0.0), here.to(factor.dtype))
-            self._add_products(rows, logits, self._hidden[rows])
+            titan_fp8.softmax_gradient_(in_place, own, largest, factor.masked_fill(~valid, 0.0), here.to(factor.dtype))
+            self._add_products(rows, in_place, self._hidden[rows])
             return
+        assert p is not None
         if scale is not None:
             p *= scale.unsqueeze(-1)
         self._add_gradients(rows, p, own, here, valid)

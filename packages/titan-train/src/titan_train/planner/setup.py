@@ -117,6 +117,16 @@ class Setup:
         return self.stack in ("te", "te_graphs", "te_full")
 
     @property
+    def expert_shard(self) -> int:
+        """Ranks over which the experts that a rank computes with are sharded. Without an axis of their own, FSDP's experts are
+        whole on each tensor-parallel rank; elsewhere tensor parallelism cuts them.
+        """
+        shard = self.dp_shard * self.cp
+        if self.ep == 1 and self.sharding == "fsdp":
+            return shard
+        return max(1, shard * self.tp // self.ep)
+
+    @property
     def head_on_first_rank(self) -> bool:
         """Whether the first pipeline rank has the last stage too: stages walk up the ranks and down again, a V."""
         return self.pp > 1 and self.schedule in ON_A_V

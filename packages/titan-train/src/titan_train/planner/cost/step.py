@@ -240,7 +240,7 @@ def data_parallel_seconds(c: Context, shape: ModelShape, forward: float, backwar
     shard = s.dp_shard * s.cp
     group = axis_span(c.machine, c.constants, shard, s.tp)
     replicas = axis_span(c.machine, c.constants, s.dp_replicate, s.tp * shard)
-    expert_shards = max(1, shard * s.tp // s.ep)
+    expert_shards = s.expert_shard
     expert_group = axis_span(c.machine, c.constants, expert_shards, s.ep)
     gather_bytes = 1.0 if s.precision == "tensorwise" or (s.te and s.float8) else 2.0
     train = 0.0 if s.task == "lora" else 1.0
@@ -290,7 +290,7 @@ def _offload(c: Context, shape: ModelShape, compute: float) -> float:
         seconds += s.microbatches * max(0.0, 2 * moved / c.machine.host_bandwidth - 0.9 * compute)
     if s.offload_optimizer:
         dense, experts = rank_parameters(shape, s)
-        local = dense / (s.dp_shard * s.cp) + experts / max(1, s.dp_shard * s.cp * s.tp // s.ep)
+        local = dense / (s.dp_shard * s.cp) + experts / s.expert_shard
         gathers = s.weight_bytes * (s.microbatches * (1 + s.reshard) + 1)  # parameters, and gradients back
         copies = max(0.0, gathers * local / c.machine.host_bandwidth - 0.5 * s.microbatches * compute)
         seconds += s.offload_optimizer * (copies + (3 * s.weight_bytes + 2 * s.state_bytes[0]) * local / _HOST_UPDATE)
@@ -303,7 +303,7 @@ def _optimizer(c: Context, shape: ModelShape) -> float:
         return 0.0
     dense, experts = rank_parameters(shape, s)
     shard = 1 if s.sharding == "ddp" else s.dp_shard * s.cp
-    local = dense / shard + experts / (1 if s.sharding == "ddp" else max(1, shard * s.tp // s.ep))
+    local = dense / shard + experts / (1 if s.sharding == "ddp" else s.expert_shard)
     # parameter and state read and written, gradient read, a bf16 copy written of what is no bf16 itself
     of_blocks, of_ends = s.state_bytes
     moved = STATES_PASSES.get(s.states, 3 * s.weight_bytes + (2.0 if s.weight_bytes > 2 else 0.0) + 2 * of_blocks)

@@ -91,7 +91,7 @@ def _data_parallel(
 def _experts(
     traffic: Traffic, shape: ModelShape, setup: Setup, block: Block, element_bytes: int, grad_bytes: int
 ) -> None:
-    shards = setup.dp_shard * setup.cp * setup.tp // setup.ep
+    shards = setup.expert_shard
     if shards == 1:
         return
     axis = "shard" if setup.ep == 1 else "expert shard"

@@ -283,6 +283,7 @@ class RankProgram:
         """The same, counted while a micro-batch runs on fake tensors; compiled blocks go through torch's own partitioner."""
         blocks, config = blocks_of(running), self.config
         if config.compile.enabled:
+            torch._dynamo.reset()  # a block that was compiled too often for other layouts would stay eager
             apply_activation_checkpointing(running, blocks, replace(config.activations, offload=False))
             compile_blocks(blocks, _partitioned(config.compile), config.activations, whole_graph=False)
         else:

@@ -15,7 +15,7 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 
     """
     dense, experts = rank_parameters(shape, setup, first=first, share=share)
     shard = setup.dp_shard * setup.cp
-    expert_shard = max(1, shard * setup.tp // setup.ep)
+    expert_shard = setup.expert_shard
     stacked = next((b.ffn.num_experts // setup.ep for b in shape.blocks if isinstance(b.ffn, ExpertsShape)), 1)
     if expert_shard < stacked:  # the fullest shard has whole experts
         experts *= -(-stacked // expert_shard) * expert_shard / stacked
@@ -35,8 +35,9 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 
         whole = dense + experts
         each = setup.weight_bytes * local
         out = {"parameters": each, "gradients": each, "optimizer": state(shard)}
-        if setup.pp > 1:  # gathered once a step, gradients added up whole
-            out["gathered"] = (2.0 + 4.0) * whole if shard * expert_shard > 1 else 0.0
+        if setup.pp > 1:  # gathered once a step, gradients added up whole; on one rank, where they are
+            largest = max(one / setup.tp + routed / setup.ep for _, one, routed in shape.block_sizes)
+            out["gathered"] = (2.0 + 4.0) * whole if shard * expert_shard > 1 else 2.0 * whole + 10.0 * largest
         elif not setup.reshard:
             out["gathered"] = 2.0 * whole
         return _offloaded(out, setup)
