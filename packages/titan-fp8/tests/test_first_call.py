@@ -91,6 +91,18 @@ def test_large_operands_are_not_compared(monkeypatch):
     run(*product_operands())
 
 
+def test_a_comparison_that_fails_is_said_and_stops_nothing(caplog):
+    run, operands = (
+        compared_at_first("grouped_scaled_mm", reference.grouped_scaled_mm, lambda *_: 1 / 0),
+        product_operands(),
+    )
+    for _ in range(2):
+        assert torch.equal(run(*operands), reference.grouped_scaled_mm(*operands))
+    assert [record.message for record in caplog.records] == [
+        "grouped_scaled_mm could not be compared with plain torch: ZeroDivisionError: division by zero"
+    ]
+
+
 def test_what_was_not_finite_is_no_fault_of_the_kernel(caplog):
     q, scale, *rest = product_operands()
     run = compared_at_first("grouped_scaled_mm", reference.grouped_scaled_mm, reference.grouped_scaled_mm)
@@ -101,3 +113,14 @@ def test_what_was_not_finite_is_no_fault_of_the_kernel(caplog):
 def test_every_compared_op_has_a_kernel_and_a_reference():
     assert all([c.name for c in dispatch._CANDIDATES[op]] == ["triton", "reference"] for op in COMPARED)
     assert all(hasattr(ops, op) for op in COMPARED)
+
+
+def test_scales_in_another_memory_order_are_the_same(caplog):
+    def by_columns(*operands):
+        q, scale, *rest = reference.cast_grouped(*operands)
+        return q, scale.t().clone(memory_format=torch.contiguous_format).t(), *rest
+
+    compared_at_first("cast_grouped", by_columns, reference.cast_grouped)(*operands_of("cast_grouped"))
+    row = torch.randn(40, 64), OFFS, E4M3, True, "row"
+    compared_at_first("cast_grouped", by_columns, reference.cast_grouped)(*row)
+    assert not caplog.records
