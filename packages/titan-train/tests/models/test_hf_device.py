@@ -52,19 +52,20 @@ def with_packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from titan_train.models.hf.state import _forward_of
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
-    for package in ("fla", "mamba_ssm", "causal_conv1d"):
-        monkeypatch.setitem(sys.modules, package, _Package(package))
-
     def bind(kind: str) -> tuple[types.ModuleType, list[str]]:
         home = {"qwen3_5_text": "qwen3_5"}.get(kind, kind)
+        # without the packages: what a module binds when it is first imported stays for all tests after this one
         module = importlib.import_module(f"transformers.models.{home}.modeling_{home}")
         bound: list[str] = []
-        for name, function in list(vars(module).items()):
-            kept = inspect.getclosurevars(function).nonlocals if isinstance(function, types.FunctionType) else {}
-            if "is_new_implementation" in kept:
-                decorate = use_kernel_func_from_hub_with_fallback(kept["func_name"], kept["package"])
-                monkeypatch.setattr(module, name, decorate(inspect.unwrap(function)))
-                bound.append(name)
+        with pytest.MonkeyPatch.context() as packages:
+            for package in ("fla", "mamba_ssm", "causal_conv1d"):
+                packages.setitem(sys.modules, package, _Package(package))
+            for name, function in list(vars(module).items()):
+                kept = inspect.getclosurevars(function).nonlocals if isinstance(function, types.FunctionType) else {}
+                if "is_new_implementation" in kept:
+                    decorate = use_kernel_func_from_hub_with_fallback(kept["func_name"], kept["package"])
+                    monkeypatch.setattr(module, name, decorate(inspect.unwrap(function)))
+                    bound.append(name)
         assert bound, "transformers binds these functions in another way"
         return module, bound
 
