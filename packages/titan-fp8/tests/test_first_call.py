@@ -21,7 +21,7 @@ def operands_of(op):
     x = torch.randn(40, 64)
     if op == "cast_grouped":
         return x, OFFS, E4M3, True, "block1x128"
-    if op == "cast_weight_rows":
+    if op.startswith("cast_weight"):
         return torch.randn(3, 96, 64), E4M3, True
     if op == "grouped_scaled_mm":
         return product_operands()
@@ -108,6 +108,11 @@ def test_what_was_not_finite_is_no_fault_of_the_kernel(caplog):
     run = compared_at_first("grouped_scaled_mm", reference.grouped_scaled_mm, reference.grouped_scaled_mm)
     run(q, torch.full_like(scale, float("nan")), *rest)
     assert not caplog.records
+
+
+def test_weights_of_linears_are_not_compared():
+    run = compared_at_first("cast_weight_block", reference.cast_weight_block, lambda *_: 1 / 0)
+    assert len(run(torch.randn(96, 64), E4M3, True)) == 4
 
 
 def test_every_compared_op_has_a_kernel_and_a_reference():
