@@ -17,6 +17,7 @@ import copy
 import importlib.util
 import itertools
 import json
+import logging.handlers
 import os
 import sys
 import traceback
@@ -32,6 +33,18 @@ BF16 = 2.0**-8  # one rounding to bfloat16
 # tensor cores keep about 14 bits while they add, so 2^-13 * sqrt(K / 128) more; 4 roundings bound both for K <= 16384.
 FLOAT8 = 4 * BF16
 FP32 = 1e-5  # a sum of a few thousand float32 terms in another order: sqrt(4096) * 2^-24, times 2 for two products
+
+
+_SAID = logging.handlers.BufferingHandler(1000)
+logging.getLogger("titan_fp8.first_call").addHandler(_SAID)
+
+
+def _check_that_kernels_ran() -> None:
+    """Raise if plain torch took the place of a kernel that is wrong on this device: what was compared was not the kernel."""
+    said = [record.getMessage() for record in _SAID.buffer]
+    _SAID.flush()
+    if said:
+        raise RuntimeError("; ".join(said))
 
 
 def error(got: Tensor, want: Tensor, least: float = 1e-30) -> float:
@@ -221,6 +234,7 @@ def main() -> None:
     for name, compute, bound, why in checks(device, arguments.tiny):
         try:
             found = compute()
+            _check_that_kernels_ran()
         except Exception as err:  # the next check may still tell something
             traceback.print_exc()
             rows[name] = {"error": f"{type(err).__name__}: {err}"[:300]}

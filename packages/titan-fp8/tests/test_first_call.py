@@ -110,6 +110,15 @@ def test_what_was_not_finite_is_no_fault_of_the_kernel(caplog):
     assert not caplog.records
 
 
+def test_a_kernel_that_is_asked_for_by_name_is_not_watched(monkeypatch):
+    monkeypatch.setattr(dispatch, "_problem", lambda candidate, device, case: None)
+    dispatch.implementation.cache_clear()
+    plain = dispatch._load("cast_grouped", 0, torch.device("cpu"))
+    assert dispatch.implementation("cast_grouped", torch.device("cpu"), "triton") is plain
+    assert dispatch.implementation("cast_grouped", torch.device("cpu"), "auto") is not plain
+    dispatch.implementation.cache_clear()
+
+
 def test_weights_of_linears_are_not_compared():
     run = compared_at_first("cast_weight_block", reference.cast_weight_block, lambda *_: 1 / 0)
     assert len(run(torch.randn(96, 64), E4M3, True)) == 4

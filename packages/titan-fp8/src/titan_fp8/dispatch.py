@@ -97,7 +97,11 @@ def implementation(op: str, device: torch.device, backend: str = "auto", case: s
         ValueError: If there is no such candidate, or it does not work on this device.
     """
     if backend == "auto":
-        return _load(op, _first_working(op, device, case), device)
+        chosen = _first_working(op, device, case)
+        function = _load(op, chosen, device)
+        if op in COMPARED and _CANDIDATES[op][chosen].name == "triton":
+            return compared_at_first(op, function, _load(op, len(_CANDIDATES[op]) - 1, device))
+        return function
     names = [candidate.name for candidate in _CANDIDATES[op]]
     if backend not in names:
         raise ValueError(
@@ -140,8 +144,6 @@ def _load(op: str, index: int, device: torch.device) -> Callable[..., Any]:
     candidate = _CANDIDATES[op][index]
     module, name = candidate.target.split(":")
     function = getattr(importlib.import_module(module), name)
-    if candidate.name == "triton" and op in COMPARED:
-        return compared_at_first(op, function, _load(op, len(_CANDIDATES[op]) - 1, device))
     if candidate.name != "cuda":
         return function
     below = _load(op, _first_working(op, device, "", index + 1), device)

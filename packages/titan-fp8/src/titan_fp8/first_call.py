@@ -8,7 +8,8 @@ give its codes and scales, products its values within the rounding of their sums
 plain torch runs for these operands from then on.
 
 Cost: a call of each kind, and a wait for the device. Operands of over `_MOST` elements are not compared: on the host they would
-take long, and large shapes are those that the tests on a device have. Nothing is compared while a CUDA graph is captured.
+take long, and large shapes are those that the tests on a device have. Nothing is compared while a CUDA graph is captured, or
+for an op whose backend the caller names.
 """
 
 import logging
@@ -42,14 +43,14 @@ def compared_at_first(op: str, kernel: Op, reference: Op) -> Op:
         if found is not None:
             return found(*operands)
         results = kernel(*operands)
-        if _capturing(operands) or 0 in results_of(results)[0].shape:
+        if _capturing(operands) or 0 in _results_of(results)[0].shape:
             return results
         chosen[kind] = kernel
         if sum(x.numel() for x in operands if isinstance(x, Tensor)) > _MOST:
             return results
         try:
             expected = reference(*(x.cpu() if isinstance(x, Tensor) else x for x in operands))
-            problem = _difference(op, results_of(results), results_of(expected))
+            problem = _difference(op, _results_of(results), _results_of(expected))
         except Exception as err:  # whatever stops the comparison must not stop a training that it only watches
             _logger.warning("%s could not be compared with plain torch: %s: %s", op, type(err).__name__, err)
             return results
@@ -65,7 +66,7 @@ def compared_at_first(op: str, kernel: Op, reference: Op) -> Op:
     return run
 
 
-def results_of(found: Any) -> tuple[Tensor, ...]:
+def _results_of(found: Any) -> tuple[Tensor, ...]:
     """An op's results, one or several."""
     return (found,) if isinstance(found, Tensor) else tuple(found)
 

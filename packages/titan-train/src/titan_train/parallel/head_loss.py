@@ -247,10 +247,9 @@ class _Sums:
         own, here = _own_labels(labels, valid, self._shard, logits.shape[-1])
         # All in float32 from here on. The largest probability is at least 1 / V, so its logarithm is exact where the
         # label's own may be that of zero.
-        in_place: Tensor | None = None
-        p: Tensor | None = None
-        if self._by_kernels(logits):
-            in_place = logits
+        by_kernels = self._by_kernels(logits)
+        if by_kernels:  # which take the softmax when the gradient is taken, in the logits' place
+            p = logits
             largest, sums, at_label = titan_fp8.softmax_sums(logits, own)
             log_of_largest = sums.log_().neg_()
         else:
@@ -271,12 +270,11 @@ class _Sums:
         self.loss -= log_p.masked_fill(~valid, 0.0).sum()
         if not self._training:
             return
-        if in_place is not None:
+        if by_kernels:
             factor = log_of_largest.exp() if scale is None else log_of_largest.exp() * scale
-            titan_fp8.softmax_gradient_(in_place, own, largest, factor.masked_fill(~valid, 0.0), here.to(factor.dtype))
-            self._add_products(rows, in_place, self._hidden[rows])
+            titan_fp8.softmax_gradient_(p, own, largest, factor.masked_fill(~valid, 0.0), here.to(factor.dtype))
+            self._add_products(rows, p, hidden)
             return
-        assert p is not None
         if scale is not None:
             p *= scale.unsqueeze(-1)
         self._add_gradients(rows, p, own, here, valid)
@@ -342,7 +340,10 @@ def _add_product(into: Tensor, of_logits: Tensor, hidden: Tensor, *, first: bool
         into.addmm_(left, hidden, beta=0 if first else 1)
     elif not into.is_cuda:
         product = torch.mm(left, hidden)
-        into.copy_(product) if first else into.add_(product)
+        if first:
+            into.copy_(product)
+        else:
+            into.add_(product)
     elif first or type(into) is not Tensor:  # a fake one: torch 2.11 cannot fake what follows, and this keeps as much
         torch.mm(left, hidden, out_dtype=into.dtype, out=into)
     else:  # added inside the product: into is read and written once, and no product of its size is kept

@@ -199,10 +199,8 @@ def rank_peak(
 
 def chunked_loss(shape: ModelShape, setup: Setup) -> dict[str, float]:
     """Bytes of the loss that is computed a chunk of tokens at a time, on a GPU: the gradient of the head's weight in float32, and
-    beside it the logits of one chunk in bf16, or in backward what FSDP is given of it, in bf16.
-
-    An H100 used 3.00 GiB for this and the gradient of the hidden states, in a head of 4096 × 128,256 and chunks of 1,024 to 4,096
-    tokens, and 3.98 GiB in one chunk of 8,192: these bytes.
+    beside it the logits of one chunk in bf16, or in backward what FSDP is given of it, in bf16. With the gradient of the hidden
+    states, what an H100 used (benchmarks/results/gpu_h100_202611.md).
     """
     vocab = shape.vocab / setup.tp
     rows = min(setup.tokens, head_chunk_rows(vocab, "cuda"))
