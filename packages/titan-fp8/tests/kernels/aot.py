@@ -223,7 +223,13 @@ def compile_kernel(kernel, arguments, constants, warps, capability, stages=3):
         "warps": warps,
         "ctas_per_sm": ctas_per_sm(int(registers), warps, compiled.metadata.shared),
         "opcodes": collections.Counter(opcodes),
+        "halved_pairs": halved_pairs(compiled),
     }
+
+
+def halved_pairs(compiled):
+    """Shifts that take the second code from a pair: ptxas 12.8 does so before it has converted, where it merges two pairs."""
+    return len(re.findall(r"\bshr\.u16\b", compiled.asm["ptx"]))
 
 
 def cuobjdump(compiled, option):

@@ -13,7 +13,7 @@ import sys
 
 import torch
 import triton
-from aot import cuobjdump
+from aot import cuobjdump, halved_pairs
 from titan_fp8 import reference
 from titan_fp8.kernels.triton import (
     block,
@@ -101,7 +101,12 @@ def call_everything():
         call_grouped(x, g, experts=1)
         call_grouped(x, g, experts=3)
     for dtype in (torch.float32, torch.float16):
-        block.cast_block_dual(torch.randn(256, 256).to(dtype), E4M3, True)
+        x = torch.randn(256, 256).to(dtype)
+        block.cast_block_dual(x, E4M3, True)
+        weights.cast_weight_block(x, E4M3, True)
+        weights.cast_weights_block([x], E4M3, True)
+        tensor.cast_tensor_dual(x, E4M3, True)
+        grouped_cast.cast_grouped(x, torch.full((3,), 256, dtype=torch.int32), E4M3, True, "block1x128")
     row.cast_row(torch.randn(16, 20000).bfloat16(), E4M3, True)
 
 
@@ -155,6 +160,7 @@ if __name__ == "__main__":
         "kernels": len(kernels),
         "conversions": sum("cvt.rn.satfinite" in kernel.asm["ptx"] for kernel in kernels.values()),
         "constants": {k.metadata.name: constant_arguments(k) for k in kernels.values() if constant_arguments(k)},
+        "halved_pairs": sorted({k.metadata.name for k in kernels.values() if halved_pairs(k)}),
         "of_equals": sorted({k.metadata.name for k in kernels.values() if conversions_of_equals(k)}),
     }
     print(json.dumps(found))

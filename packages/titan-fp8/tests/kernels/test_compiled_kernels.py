@@ -134,6 +134,11 @@ def test_cast_uses_the_saturating_hardware_conversion(hopper, name):
     assert "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C" in hopper[name]["opcodes"]
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_kernel_takes_a_code_from_a_pair_that_ptxas_may_not_have_converted_yet(hopper, name):
+    assert hopper[name]["halved_pairs"] == 0
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_product_uses_float8_tensor_cores_fed_by_tma(hopper, name):
     opcodes = hopper[name]["opcodes"]
@@ -176,6 +181,7 @@ def test_every_launch_binds_and_compiles_for_every_kind_of_shape():
     # More kernels than there are sources: an integer that is 1 or not a multiple of 16 is another kernel.
     assert result["launches"] > result["kernels"] > len(KERNELS)
     assert result["of_equals"] == []
+    assert result["halved_pairs"] == []
 
 
 def _matching(opcodes, prefix):

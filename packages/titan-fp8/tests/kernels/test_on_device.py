@@ -109,10 +109,26 @@ def test_cuda_kernel_equals_the_reference_for_every_bfloat16(dtype):
     _assert_same(ops.cast_block_dual(x, dtype, backend="cuda"), _on_cpu(ops.cast_block_dual, x, dtype))
 
 
+@pytest.mark.parametrize("shape", [(256, 512), (300, 144)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-def test_other_input_dtypes_equal_the_reference(dtype):
-    x = _matrix(256, 256, dtype)
-    _assert_same(ops.cast_block_dual(x), _on_cpu(ops.cast_block_dual, x))
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_other_input_dtypes_equal_the_reference(format, dtype, shape):
+    x = _matrix(*shape, dtype)
+    for name in ("cast_tensor", "cast_tensor_dual", "cast_row", "cast_row_dual", "cast_block", "cast_block_dual"):
+        _assert_same(getattr(ops, name)(x, format), _on_cpu(getattr(ops, name), x, format))
+    for name in ("cast_mx", "cast_mx_dual"):
+        _assert_same(getattr(ops, name)(x, format), _on_cpu(getattr(ops, name), x, format))
+    for w in (x, torch.stack([x, x.flip(0)])):
+        for name in ("cast_weight_block", "cast_weight_rows"):
+            _assert_same(getattr(ops, name)(w, format), _on_cpu(getattr(ops, name), w, format))
+        expected = [tensor.cuda() for tensor in ops.cast_weights_block([w.cpu()], format)]
+        _assert_same(ops.cast_weights_block([w], format), expected)
+    offs = torch.tensor([40, 40, shape[0] - 3], dtype=torch.int32, device="cuda")
+    for scaling in ("block1x128", "mx32", "tensor", "row"):
+        _assert_same(
+            ops.cast_grouped(x, offs, format, scaling=scaling),
+            _on_cpu(ops.cast_grouped, x, offs, format, scaling=scaling),
+        )
 
 
 def test_weights_in_one_launch_equal_the_reference():
