@@ -61,7 +61,7 @@ class Bench:
 
     def _kernels_ms(self, run: Callable[[], object]) -> float:
         if self.device.type == "cuda":
-            torch.cuda._sleep(1_000_000)  # half a millisecond, in which the host queues the whole call
+            torch.cuda._sleep(8_000_000)  # four milliseconds, in which the host queues the whole call
         return self._between_events_ms(run, wait=False)
 
     def _between_events_ms(self, run: Callable[[], object], wait: bool = True) -> float:

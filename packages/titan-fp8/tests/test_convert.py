@@ -133,11 +133,32 @@ def test_predicted_speedup_grows_with_size_and_orders_the_recipes() -> None:
     by_size = [titan_fp8.predict_speedup(m, 4096, 4096, blockwise) for m in (256, 1024, 4096, 16384)]
     assert by_size == sorted(by_size)
     shape = (16384, 4096, 14336)
-    predicted = [titan_fp8.predict_speedup(*shape, recipe) for recipe in (gw_hp, tensorwise, blockwise)]
+    predicted = [titan_fp8.predict_speedup(*shape, recipe) for recipe in (gw_hp, blockwise, tensorwise)]
     assert predicted == sorted(predicted)
     assert titan_fp8.predict_speedup(0, 8, 8, blockwise) == 0.0
     slow = titan_fp8.Hardware("slow", 790.0, 790.0, 4.0)
     assert titan_fp8.predict_speedup(*shape, blockwise, slow) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "measured"),
+    [
+        ("tensorwise", (4096, 14336), 1.615),
+        ("tensorwise", (14336, 4096), 1.526),
+        ("tensorwise", (4096, 4096), 1.400),
+        ("rowwise", (4096, 14336), 1.464),
+        ("rowwise", (14336, 4096), 1.476),
+        ("rowwise_gw_hp", (4096, 14336), 1.370),
+        ("rowwise_gw_hp", (14336, 4096), 1.312),
+        ("blockwise", (4096, 14336), 1.344),
+        ("blockwise", (14336, 4096), 1.307),
+        ("blockwise", (4096, 4096), 1.324),
+    ],
+)
+def test_predicted_speedup_is_near_what_an_h200_measured(recipe, shape, measured) -> None:
+    # benchmarks/results/gpu_h200_202611b.md; the rates were fitted to these rows
+    predicted = titan_fp8.predict_speedup(16384, *shape, titan_fp8.RECIPES[recipe])
+    assert predicted == pytest.approx(measured, rel=0.08)
 
 
 def test_small_layers_take_the_hosts_time_in_eager_mode() -> None:

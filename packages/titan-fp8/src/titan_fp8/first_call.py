@@ -1,7 +1,8 @@
 """Experts' kernels are compared with the reference at the first call of each kind of operands.
 
 Problem: a kernel that is right for the shapes of every test can be wrong for others on a device: few rows among many experts,
-sizes below a tile. On one H100 tiny models of experts got gradients that were not finite; no CPU shows why.
+sizes below a tile, a dtype that a compiler gets wrong. On one H100 tiny models of experts got gradients that were not finite, and
+no CPU showed why; this comparison then named the op (a miscompiled cast, `kernels.triton.round`).
 
 Idea: the first call with given sizes and dtypes runs the reference too, on the host, with the caller's own operands. Casts must
 give its codes and scales, products its values within the rounding of their sums. Where they do not, a warning says so once and

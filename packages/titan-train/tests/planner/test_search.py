@@ -325,7 +325,7 @@ def test_an_eager_plan_of_long_sequences_moves_activations_to_the_host_instead_o
     tmp_path,
 ) -> None:
     ranking = search(request("llama3_1b", 1, 65_536, 8, stack="eager"))
-    best = ranking.best[0]
+    best = next(entry for entry in ranking.best if entry.setup.precision == "bf16")
     assert best.setup.offload_activations == 1.0
     assert best.setup.recompute == "none"
     again = dataclasses.replace(best.setup, recompute="full", offload_activations=0.0)

@@ -342,7 +342,7 @@ def describe_conversion(
     total = converted + sum(len(report.skipped) for report in reports)
     where = " of this rank's stages" if staged else ""
     if converted or experts:
-        more = f", and the experts of {experts} layers" if experts else ""
+        more = f", and the experts of {experts} layers: {_OF_EXPERTS}" if experts else ""
         return f"float8.recipe={config.recipe!r}: {converted} of {total} linear layers{where}{more}"
     named = [(name, reason) for report in reports for name, reason in report.skipped.items()]
     told = [(name, reason) for name, reason in named if "skip pattern" not in reason] or named
@@ -351,6 +351,9 @@ def describe_conversion(
         f"float8.recipe={config.recipe!r} converts none of {total} linear layers{where}: they compute in high precision."
         f"{example} float8.min_speedup=0 converts any size."
     )
+
+
+_OF_EXPERTS = "half the bytes for backward, 1.3 times bfloat16's time on one H200; float8.skip leaves them in bfloat16"
 
 
 def conversion_table(report: titan_fp8.ConversionReport) -> str:

@@ -40,7 +40,7 @@ def fit_torch(rows: list[MeasuredRow], spread: float = _DENSE_SPREAD) -> TorchSe
     """Fit the torch set to ``rows``."""
 
     def split(c: Constants) -> TorchSet:
-        return TorchSet(replace(c, pointwise=1.0), replace(c, kernels=prior("eager").kernels, cast_bytes=66.0))
+        return TorchSet(replace(c, pointwise=1.0), replace(c, kernels=prior("eager").kernels))
 
     def predict(row: MeasuredRow, c: Constants) -> float:
         return estimate(row.shape, row.machine, row.setup, split(c).of(row.setup)).tokens_per_s
