@@ -1,4 +1,4 @@
-"""Experts' kernels that differ from the reference at their first call are left for plain torch."""
+"""Kernels of experts and weights that differ from the reference at their first call are left for plain torch."""
 
 import logging
 
@@ -119,9 +119,16 @@ def test_a_kernel_that_is_asked_for_by_name_is_not_watched(monkeypatch):
     dispatch.implementation.cache_clear()
 
 
-def test_weights_of_linears_are_not_compared():
-    run = compared_at_first("cast_weight_block", reference.cast_weight_block, lambda *_: 1 / 0)
-    assert len(run(torch.randn(96, 64), E4M3, True)) == 4
+def test_the_weight_of_a_linear_is_compared_too(caplog):
+    # of float32 weights a compiler got the transpose wrong, and gradients were finite: nothing else would have said it
+    def wrong(*operands):
+        q, scale, qt, scale_t = reference.cast_weight_block(*operands)
+        return q, scale, qt.roll(1, 0), scale_t
+
+    run = compared_at_first("cast_weight_block", wrong, reference.cast_weight_block)
+    w = torch.randn(96, 64)
+    assert torch.equal(run(w, E4M3, True)[2].float(), reference.cast_weight_block(w, E4M3, True)[2].float())
+    assert [record.name for record in caplog.records] == ["titan_fp8.first_call"]
 
 
 def test_every_compared_op_has_a_kernel_and_a_reference():

@@ -1,4 +1,4 @@
-"""Experts' kernels are compared with the reference at the first call of each kind of operands.
+"""Kernels of experts and of one weight are compared with the reference at the first call of each kind of operands.
 
 Problem: a kernel that is right for the shapes of every test can be wrong for others on a device: few rows among many experts,
 sizes below a tile, a dtype that a compiler gets wrong. On one H100 tiny models of experts got gradients that were not finite, and
@@ -37,8 +37,6 @@ def compared_at_first(op: str, kernel: Op, reference: Op) -> Op:
     chosen: dict[tuple[Any, ...], Op] = {}
 
     def run(*operands: Any) -> Any:
-        if op in _OF_WEIGHTS and operands[0].dim() < 3:  # a linear's, not experts'
-            return kernel(*operands)
         kind = _kind(op, operands)
         found = chosen.get(kind)
         if found is not None:
