@@ -34,55 +34,63 @@ def run(bench: Bench, copy_tb_per_s: float) -> dict:
     }
     result = {}
     for name, (call, plain, bytes_each, options) in calls.items():
-        result[name] = _row(bench, [lambda x=x, c=call: c(x) for x in xs], elements * bytes_each, copy_tb_per_s)
+        _row(bench, result, name, [lambda x=x, c=call: c(x) for x in xs], elements * bytes_each, copy_tb_per_s)
         result[name]["mismatches"] = mismatches(call(xs[0]), plain(xs[0], E4M3, **options))
     if chosen["cast_block_dual"] == "cuda":  # then that is what ran above
         other = [lambda x=x: ops.cast_block_dual(x, backend="triton") for x in xs]
-        result["cast_block_dual (triton)"] = _row(bench, other, elements * 4.0625, copy_tb_per_s)
+        _row(bench, result, "cast_block_dual (triton)", other, elements * 4.0625, copy_tb_per_s)
         result["cast_block_dual (triton)"]["mismatches"] = mismatches(
             other[0](), reference.cast_block_dual(xs[0], E4M3, True)
         )
     given = [lambda x=x: ops.cast_tensor_dual(x, amax=known_amax) for x in xs]
-    result["cast_tensor_dual (amax given)"] = _row(bench, given, elements * 4.0, copy_tb_per_s)
+    _row(bench, result, "cast_tensor_dual (amax given)", given, elements * 4.0, copy_tb_per_s)
     grouped = [lambda x=x: ops.cast_grouped(x, offs) for x in xs]
-    result["cast_grouped"] = _row(bench, grouped, elements * 4.0625, copy_tb_per_s)
+    _row(bench, result, "cast_grouped", grouped, elements * 4.0625, copy_tb_per_s)
     result["cast_grouped"]["mismatches"] = mismatches(
         grouped[0](), reference.cast_grouped(xs[0], offs, E4M3, True, "block1x128")
     )
     weights = [[x[: rows // 4].contiguous() for x in xs]] * 2
     several = [lambda w=w: ops.cast_weights_block(w) for w in weights]
-    result["cast_weights_block (3 in one launch)"] = _row(bench, several, 3 * elements / 4 * 4.0, copy_tb_per_s)
+    _row(bench, result, "cast_weights_block (3 in one launch)", several, 3 * elements / 4 * 4.0, copy_tb_per_s)
     result["cast_weights_block (3 in one launch)"]["mismatches"] = mismatches(
         several[0](), reference.cast_weights_block(weights[0], E4M3, True)
     )
     # Two casts of one layout each, at best: the transposed one moves the same bytes as the other, but not as simply.
     twice = [lambda x=x: (ops.cast_block(x), ops.cast_block(x)) for x in xs]
-    result["two separate casts, at best"] = _row(bench, twice, elements * 6.0625, copy_tb_per_s)
+    _row(bench, result, "two separate casts, at best", twice, elements * 6.0625, copy_tb_per_s)
     separate = [lambda x=x: (ops.cast_block(x), ops.cast_block(x.t())) for x in xs]
-    result["rows, then transposed copy and rows"] = _row(bench, separate, elements * 10.0625, copy_tb_per_s)
+    _row(bench, result, "rows, then transposed copy and rows", separate, elements * 10.0625, copy_tb_per_s)
     for name, runs in _two_kernels(xs).items():
-        result[name] = _row(bench, runs, elements * 6.0625, copy_tb_per_s)
+        _row(bench, result, name, runs, elements * 6.0625, copy_tb_per_s)
     gate, up = xs[0], xs[1]
     weight = torch.ones(columns, device=bench.device, dtype=torch.bfloat16)
-    result["rmsnorm_cast_block"] = _row(
-        bench, [lambda x=x: ops.rmsnorm_cast_block(x, weight, 1e-5) for x in xs], elements * 6.0625, copy_tb_per_s
+    _row(
+        bench,
+        result,
+        "rmsnorm_cast_block",
+        [lambda x=x: ops.rmsnorm_cast_block(x, weight, 1e-5) for x in xs],
+        elements * 6.0625,
+        copy_tb_per_s,
     )
     rows = weight[None]
     norms = [lambda x=x: ops.layernorm_cast_block(x, rows, rows, 1e-5) for x in xs]
-    result["layernorm_cast_block"] = _row(bench, norms, elements * 6.0625, copy_tb_per_s)
+    _row(bench, result, "layernorm_cast_block", norms, elements * 6.0625, copy_tb_per_s)
     gelus = [lambda x=x: ops.gelu_cast_block(x) for x in xs]
-    result["gelu_cast_block"] = _row(bench, gelus, elements * 4.0625, copy_tb_per_s)
+    _row(bench, result, "gelu_cast_block", gelus, elements * 4.0625, copy_tb_per_s)
     swiglu = [lambda g=gate, u=up: ops.swiglu_cast_block(g, u)]
-    result["swiglu_cast_block"] = _row(bench, swiglu, elements * 6.0625, copy_tb_per_s)
+    _row(bench, result, "swiglu_cast_block", swiglu, elements * 6.0625, copy_tb_per_s)
     backward = [lambda h=xs[2], g=gate, u=up: ops.swiglu_backward_cast_block(h, g, u)]
-    result["swiglu_backward_cast_block"] = _row(bench, backward, elements * 10.125, copy_tb_per_s)
+    _row(bench, result, "swiglu_backward_cast_block", backward, elements * 10.125, copy_tb_per_s)
     return result
 
 
-def _row(bench: Bench, runs, moved_bytes: float, copy_tb_per_s: float) -> dict:
+def _row(bench: Bench, result: dict, name: str, runs, moved_bytes: float, copy_tb_per_s: float) -> None:
     ms = bench.median_ms(runs)
     tb_per_s = moved_bytes / ms / 1e9
-    return {"us": ms * 1e3, "tb_per_s": tb_per_s, "share_of_copy": tb_per_s / copy_tb_per_s}
+    result[name] = {"us": ms * 1e3, "tb_per_s": tb_per_s, "share_of_copy": tb_per_s / copy_tb_per_s}
+    print(
+        f"{name}: {ms * 1e3:.0f} us, {tb_per_s / copy_tb_per_s:.2f} of a copy", flush=True
+    )  # for a run that is ended early
 
 
 def _two_kernels(xs) -> dict:
