@@ -162,6 +162,8 @@ def _problem(candidate: Candidate, device: torch.device, case: str) -> str | Non
         return None
     if device.type != "cuda":
         return f"needs a CUDA device, the tensors are on {device.type}"
+    if torch.version.hip is not None and candidate.name != "bf16":
+        return "is for NVIDIA GPUs, and this torch is built for AMD's"
     capability = torch.cuda.get_device_capability(device)
     if candidate.name == "triton":
         if importlib.util.find_spec("triton") is None:

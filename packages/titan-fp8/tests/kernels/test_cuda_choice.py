@@ -91,6 +91,13 @@ def test_older_devices_do_not_ask_for_the_compiler(monkeypatch):
     assert "needs compute capability 9.0, the device has 8.9" in chosen().skipped["cuda"]
 
 
+def test_kernels_in_nvidias_assembly_are_not_tried_on_an_amd_device(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(launch, "compile_source", compiles)
+    assert {report.chosen for report in backends(CUDA)} == {"reference", "bf16"}
+    assert "built for AMD's" in chosen().skipped["triton"]
+
+
 @pytest.fixture
 def device(monkeypatch):
     """The CPU as a device: a driver that runs the reference on the addresses of a launch, and what it was asked."""
