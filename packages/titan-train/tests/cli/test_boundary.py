@@ -42,6 +42,14 @@ def test_what_the_system_throws_is_one_line_and_an_exit_code(error, code, words,
     assert len(err) < 300
 
 
+@pytest.fixture
+def _interruptible():
+    """Python's own answer to an interrupt: a shell without job control starts what it puts in the background deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Finalized:
     """Interrupts the process when it is dropped, where Python raises nothing."""
 
@@ -49,6 +57,7 @@ class Finalized:
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("busy_s", [0, 0.3])
 def test_an_interrupt_in_a_finalizer_still_ends_the_command(busy_s, capsys, monkeypatch):
     start = threading.Thread.start
