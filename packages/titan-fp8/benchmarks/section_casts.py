@@ -87,10 +87,9 @@ def run(bench: Bench, copy_tb_per_s: float) -> dict:
 def _row(bench: Bench, result: dict, name: str, runs, moved_bytes: float, copy_tb_per_s: float) -> None:
     ms = bench.median_ms(runs)
     tb_per_s = moved_bytes / ms / 1e9
-    result[name] = {"us": ms * 1e3, "tb_per_s": tb_per_s, "share_of_copy": tb_per_s / copy_tb_per_s}
-    print(
-        f"{name}: {ms * 1e3:.0f} us, {tb_per_s / copy_tb_per_s:.2f} of a copy", flush=True
-    )  # for a run that is ended early
+    result[name] = row = {"us": ms * 1e3, "tb_per_s": tb_per_s, "share_of_copy": tb_per_s / copy_tb_per_s}
+    # for a run that is ended early
+    print(f"{name}: {row['us']:.0f} us, {row['share_of_copy']:.2f} of a copy", flush=True)
 
 
 def _two_kernels(xs) -> dict:

@@ -38,7 +38,7 @@ class Hardware:
 
 
 H200 = Hardware("H200", bf16_tflops=790.0, fp8_tflops=1450.0, bandwidth_tb_s=4.3 * 0.92)
-"""Measured on one H200 (92 % of a copy's rate for casts); float8 is cuBLASLt's rate with one scale for a tensor; host times
+"""Measured on one H200 (92 % of a copy's rate for casts); float8 a little below cuBLASLt's 1,490 in large products; host times
 measured on one CPU core with the kernels replaced by allocations (``benchmarks/host_time.py``, ``benchmarks/launch_time.py``)."""
 
 # Of the rate with one scale for a tensor, in the products of Llama 3 8B's layers with 16,384 tokens on an H200 (cuBLASLt of

@@ -77,7 +77,7 @@ SOURCES = {
     "local": "NCCL all-gather on NVLink, bus bandwidth over link rate",
     "network": "NCCL on 400 Gb/s RDMA",
     "pointwise": "eager: fitted to one published row; compiled 1 by definition",
-    "cast_bytes": "titan-fp8's kernels, the same in eager and compiled runs: 6 bytes with one scale for a tensor, 4 by blocks",
+    "cast_bytes": "titan-fp8's kernels, the same in eager and compiled runs: 6 bytes with one scale for a tensor; blocks take 4",
     "expert_rows": "grouped products on H100 (.5 of peak at 256 rows)",
     "exchange": "three published rows with NCCL's all-to-all between nodes, H100 and B200",
     "exchange_fused": "DeepEP's README: 43-58 GB/s a GPU over 50 GB/s links, 16 to 64 ranks",
