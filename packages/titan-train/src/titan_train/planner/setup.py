@@ -46,6 +46,8 @@ class Setup:
     precision: Precision = "bf16"
     bf16_share: float = 0.0
     """Share of the blocks whose products stay in bf16."""
+    min_speedup: float = 1.0
+    """Linears that titan-fp8 predicts to be less than so many times as fast in float8 stay in bf16; 0 casts all."""
     receive_ahead: bool = False
     """Pipeline stages hold receive buffers for all microbatches, as torch's do; titan-pipeline receives two ahead of need."""
     sharding: Sharding = "fsdp"

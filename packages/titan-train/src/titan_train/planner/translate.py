@@ -50,6 +50,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         mlp_tiles=config.activations.mlp_tiles,
         recompute_share=1 / config.activations.every if kind == "every" else 1.0,
         precision=_precision(config),  # type: ignore[arg-type]
+        min_speedup=config.float8.min_speedup,
         sharding="ddp" if p.mode == "ddp" else "fsdp",
         reshard=p.reshard != "never",
         stack="compile" if config.compile.enabled else "eager",

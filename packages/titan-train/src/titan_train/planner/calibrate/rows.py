@@ -213,6 +213,7 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
         recompute_share=share,
         early_stop=collection == "automodel",  # torchtitan turns it off
         precision=precision,  # type: ignore[arg-type]
+        min_speedup=0.0,
         sharding="zero1" if kind == "zero1" else "fsdp",
         stack=stack,
         async_tp=r["async_tp"] == "1",

@@ -21,6 +21,7 @@ Letters: d width, n tokens of a rank, r those of its share of the residual strea
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 
 from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
 from titan_train.planner.memory.saved import RankTokens, block_saved_bytes, has_closed_form, share_of
@@ -40,9 +41,24 @@ def tokens_of(setup: Setup) -> RankTokens:
         tp=setup.tp,
         tiles=setup.mlp_tiles,
         float8=0 if not setup.float8 else 2 if setup.precision == "blockwise" else 1,
+        pays=partial(_pays, setup),
         fused_norms=setup.fused_norms,
         casting_norms=setup.float8 and setup.tp == setup.pp == 1,
     )
+
+
+def _pays(setup: Setup, tokens: int, inputs: int, outputs: int) -> bool:
+    """Whether the trainer's linear of these sizes computes in float8 (``float8.min_speedup``)."""
+    if setup.te or not setup.min_speedup:
+        return True
+    return _speedup(tokens, inputs, outputs, setup.precision, setup.stack) >= setup.min_speedup
+
+
+@cache
+def _speedup(tokens: int, inputs: int, outputs: int, recipe: str, stack: str) -> float:
+    from titan_fp8 import Recipe, predict_speedup  # imports torch, which no other precision needs
+
+    return predict_speedup(tokens, inputs, outputs, Recipe.get(recipe), eager=stack == "eager")
 
 
 def kept_bytes(shape: ModelShape, setup: Setup) -> float:
@@ -76,7 +92,7 @@ def _memo(
 ) -> float:
     key = (
         name, setup.recompute, setup.mlp_tiles, setup.recompute_modules, setup.recompute_share, setup.early_stop, setup.stack,
-        setup.precision, setup.fused_norms,
+        setup.precision, setup.min_speedup, setup.fused_norms,
         setup.ep > 1, setup.tp, setup.pp > 1, setup.microbatch, setup.seq_len // setup.cp,
     )  # fmt: skip
     if key not in shape.memo:
@@ -131,17 +147,20 @@ def _everything(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
 
 def _compiled(block: Block, dim: int, at: RankTokens) -> float:
     """The partitioner keeps products' inputs, attention's, and statistics of norms; what is between them is run again. Inputs of
-    float8 products are kept as casts; of attention's result and of experts' rows there is one beside what is kept anyway.
+    float8 products are kept as casts; of attention's result there is one beside what is kept anyway.
     """
     a, f, e, n, r = block.attention, block.ffn, at.element, at.whole, at.residual
     assert a is not None
     cast = 1 if at.float8 else 0
-    given = cast or e
+    at = replace(at, float8=cast)
     layer_norm = block.norms > 2
     total = 2.0 * e * dim * r + 2 * r * (2 * e if layer_norm else _WIDE)  # inputs and statistics of both norms
     heads, kv_heads = share_of(a.heads, at.tp), share_of(a.kv_heads, at.tp)
-    total += given * n * dim + _WIDE * n * heads  # gathered input, log-sum-exp
-    total += cast * n * heads * (a.v_dim if a.latent else a.head_dim)
+    key = a.kv_heads * a.head_dim
+    down = (a.q_lora or a.heads * a.head_dim, a.kv_lora + a.rope_dim) if a.latent else (a.heads * a.head_dim, key, key)
+    result = a.v_dim if a.latent else a.head_dim
+    total += at.kept_input(dim, *down) * n * dim + _WIDE * n * heads  # gathered input, log-sum-exp
+    total += at.kept_beside(a.heads * result, dim) * n * heads * result
     if a.latent:
         total += 2 * e * n * (a.q_lora + a.kv_lora) + _WIDE * n * (2 if a.q_lora else 1)
         total += 2 * e * n * heads * (a.head_dim + a.v_dim)
@@ -154,15 +173,20 @@ def _compiled(block: Block, dim: int, at: RankTokens) -> float:
     if isinstance(f, FeedForwardShape):
         if at.tiles > 1:
             return total + n * e * dim
-        return total + n * (given * dim + (e * (f.matrices - 1) + given) * (f.hidden // at.tp))
+        return total + n * _of_feed_forward(f.hidden, f.matrices, dim, at)
     assert isinstance(f, ExpertsShape)
     k = f.per_token
     total += r * (_WIDE * (dim + f.num_experts) + (3 * _INDEX + _WIDE) * k) + _WIDE * f.num_experts * dim  # router
-    total += r * k * (e * (2 * dim + f.matrices * f.hidden) + cast * (dim + f.hidden))
+    total += r * k * (e * (dim + (f.matrices - 1) * f.hidden) + (cast or e) * (dim + f.hidden))
     if f.shared_hidden:
-        hidden = 0 if at.tiles > 1 else (e * (f.matrices - 1) + given) * (f.shared_hidden // at.tp)
-        total += n * (given * dim + hidden)
+        total += n * _of_feed_forward(f.shared_hidden, f.matrices, dim, at)
     return total
+
+
+def _of_feed_forward(hidden: int, matrices: int, dim: int, at: RankTokens) -> float:
+    """Bytes of each token: input, results of the products before the last, and its input."""
+    inner = 0 if at.tiles > 1 else at.element * (matrices - 1) + at.kept_input(hidden, dim)
+    return at.kept_input(dim, hidden) * dim + inner * (hidden // at.tp)
 
 
 def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
@@ -187,8 +211,10 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     if isinstance(block.ffn, ExpertsShape):
         k = block.ffn.per_token
         kept += r * k * (_INDEX if setup.stack == "compile" else _INDEX + _WIDE)  # which experts, with which scores
-        if setup.ep > 1:  # what was sent to experts, and what came back
-            kept += 2 * e * r * k * (block.ffn.latent_dim or dim)
+        if (
+            setup.ep > 1
+        ):  # what was sent to experts, and what came back; the tokens that enter the second compiled piece
+            kept += 2 * e * r * k * (block.ffn.latent_dim or dim) + e * dim * r * (setup.stack == "compile")
     if block.carried is not None:
         kept += 2 * e * n * block.carried.inner / at.tp
     return kept

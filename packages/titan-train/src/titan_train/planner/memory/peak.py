@@ -81,30 +81,35 @@ class MemoryPeak:
 
 def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
     """The peak over the first and the last pipeline rank; on a V over the one with both ends and the fullest other."""
+    if setup.pp == 1:
+        return rank_peak(shape, setup, first=True, head=True)
     if setup.head_on_first_rank:
-        ends, inner = shares_on_a_v(shape, setup.pp, setup.seq_len)
+        ends, *inner = block_shares(shape, setup)
         ranks = [
             rank_peak(shape, setup, first=True, head=True, share=ends),
-            rank_peak(shape, setup, first=False, head=False, share=inner),
+            rank_peak(shape, setup, first=False, head=False, share=max(inner)),
         ]
     else:
-        ranks = [rank_peak(shape, setup, first=True, head=setup.pp == 1)]
-        if setup.pp > 1:
-            ranks.append(rank_peak(shape, setup, first=False, head=True))
+        ours = setup.sharding == "fsdp" and not setup.receive_ahead and not setup.equal_stages  # others cut evenly
+        first, *_, last = block_shares(shape, setup) if ours else (0.0, 0.0)
+        ranks = [
+            rank_peak(shape, setup, first=True, head=False, share=first),
+            rank_peak(shape, setup, first=False, head=True, share=last),
+        ]
     return max(ranks, key=lambda peak: peak.allocated)
 
 
-def shares_on_a_v(shape: ModelShape, pp: int, seq_len: int) -> tuple[float, float]:
-    """Parts of the blocks on the rank with embedding and head, and on the fullest other, as the trainer cuts by FLOPs."""
-    key = ("on a V", pp, seq_len)
+def block_shares(shape: ModelShape, setup: Setup) -> list[float]:
+    """Parts of the blocks on each pipeline rank, as the trainer cuts them: stages of equal FLOPs, the last with the head."""
+    stages = 2 * setup.pp if setup.head_on_first_rank else setup.pp * setup.stages_per_rank
+    key = ("block shares", setup.pp, stages, setup.head_on_first_rank, setup.seq_len)
     if key not in shape.memo:
-        block = replace(shape, vocab=0, mtp=0).flops_per_token(seq_len, causal=False) / shape.num_layers
+        block = replace(shape, vocab=0, mtp=0).flops_per_token(setup.seq_len, causal=False) / shape.num_layers
         head = shape.mtp + (1 + shape.mtp) * 6.0 * shape.head_parameters / block
-        cut = _cut(shape.num_layers, round(head, 2), 2 * pp)
-        ranks = [cut[r] + cut[-1 - r] for r in range(pp)]
-        shape.memo[key] = ranks[0] / shape.num_layers
-        shape.memo["inner of a V", pp, seq_len] = max(ranks[1:]) / shape.num_layers
-    return shape.memo[key], shape.memo["inner of a V", pp, seq_len]
+        cut = _cut(shape.num_layers, round(head, 2), stages)
+        on_rank = [[r, -1 - r] if setup.head_on_first_rank else range(r, stages, setup.pp) for r in range(setup.pp)]
+        shape.memo[key] = [sum(cut[stage] for stage in held) / shape.num_layers for held in on_rank]
+    return shape.memo[key]
 
 
 @lru_cache(maxsize=1024)

@@ -31,8 +31,9 @@ from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import ModelShape
 from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
-from titan_train.parallel.compiled import compile_blocks
+from titan_train.parallel.compiled import compile_blocks, compile_pieces
 from titan_train.parallel.data_parallel import fsdp_policy
+from titan_train.parallel.expert.apply import apply_expert_parallel
 from titan_train.parallel.float8 import convert_to_float8
 from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
@@ -45,7 +46,7 @@ from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, table_for
 from titan_train.planner.memory.closed import RankEstimate, closed_form
 from titan_train.planner.memory.peak import WORKSPACE, MemoryPeak, rank_peak
-from titan_train.planner.memory.rehearsed import rehearse_activation_checkpointing
+from titan_train.planner.memory.rehearsed import BalancedDispatch, rehearse_activation_checkpointing
 from titan_train.planner.setup import Setup
 from titan_train.planner.translate import setup_of_config
 from titan_train.task import load_task, task_name
@@ -86,8 +87,8 @@ def estimate_ranks(
         schedule: The pipeline's; None without one.
         closed_form: Count activations by formula where there is one; False always runs a micro-batch on fake tensors.
     """
-    with pretended_group(layout.spec.tp) as group:
-        rank = RankProgram(config, layout, mode, batch, whole, group, closed_form)
+    with pretended_groups(layout.spec.tp, layout.spec.ep) as (group, experts):
+        rank = RankProgram(config, layout, mode, batch, whole, group, experts, closed_form)
         if schedule is None:
             whole_of_it = rank.measure(functools.partial(copy.deepcopy, whole), None, last=True)
             return [rank.add_up([whole_of_it], 1.0, pipeline_rank=0)]
@@ -124,6 +125,8 @@ class _Stage:
     """Of one micro-batch."""
     ends: float
     """Share of the parameters that lie in no block."""
+    stays: int = 0
+    """Bytes of whole parameters, and of whole gradients of earlier micro-batches, that a pipeline keeps through its schedule."""
     left_out: str = ""
 
 
@@ -137,6 +140,8 @@ class RankProgram:
     batch: BatchPlan
     whole: nn.Module
     group: dist.ProcessGroup | None
+    """Of tensor parallelism."""
+    experts_group: dist.ProcessGroup | None
     closed_form: bool
 
     def kind(self, blocks: Sequence[nn.Module], stage: int, last: int) -> Any:
@@ -168,15 +173,20 @@ class RankProgram:
         estimate = plan.estimate(microbatches=max(self.batch.accumulation, 2 if keep == "sharded" else 1), keep=keep)
         count = count_parameters(held)
         ends = 1 - sum(p.numel() for block in blocks_of(held) for p in block.parameters()) / count
-        return _Stage(count, estimate, activations, ends, left_out)
+        stays = 0
+        if spec.pp > 1:
+            added_up = self.batch.accumulation > 1
+            stays = sum(u.gather_bytes + u.reduce_numel * u.reduce_dtype.itemsize * added_up for u in plan.units)
+        return _Stage(count, estimate, activations, ends, stays, left_out)
 
     def record(self, make: Callable[[], nn.Module], *, last: bool) -> "fsdp.MemoryTrace":
         """Every allocation of one micro-batch, forward and backward, in order; of the program as it will run."""
         config, (_, plan) = self.config, self._planned(make)
         running = self._cut(make(), running=True)
-        apply_activation_checkpointing(running, blocks_of(running), replace(config.activations, offload=False))
         if config.compile.enabled:
-            compile_blocks(blocks_of(running), _partitioned(config.compile), config.activations, whole_graph=False)
+            self._compile(running)
+        else:
+            apply_activation_checkpointing(running, blocks_of(running), replace(config.activations, offload=False))
         return plan.record_memory(
             running,
             self._inputs(running),
@@ -209,10 +219,17 @@ class RankProgram:
             "optimizer": 0.0 if on_host else sum(self._state(stage) for stage in stages),
             "activations": float(activations),
         }
-        states = sum(h.params + h.grads + h.optimizer for h in held) * (not on_host)
-        at_end = max(0.0, float(sum(h.peak for h in held) - states))
-        gathered = max(0.0, float(sum(h.peak_before_end for h in held) - states))
-        gathered = at_end if self.layout.spec.pp > 1 else gathered  # units of a pipeline stay gathered
+        # of a pipeline's stages one works at a time, and what the others have gathered stays
+        beyond = [0 if on_host else h.params + h.optimizer for h in held]
+        stays, reduced = sum(stage.stays for stage in stages), sum(h.grads for h in held) * (not on_host)
+
+        def most(peaks: list[int]) -> float:
+            each = (peak - states - stage.stays for peak, states, stage in zip(peaks, beyond, stages, strict=True))
+            return max(0.0, float(stays + max(each) - reduced))
+
+        at_end = most([h.peak for h in held])
+        # units of a pipeline stay gathered
+        gathered = at_end if self.layout.spec.pp > 1 else most([h.peak_before_end for h in held])
         if self.mode == "none":  # no wrapper gathers anything, and gradients are added in place
             gathered = at_end = 0.0
         if self._is_known():
@@ -241,7 +258,7 @@ class RankProgram:
         only_run = config.float8.recipe != "none" or task_name(config) != "text"  # eager casts: the model knows which
         if not self._is_known() or not self.closed_form or frozen or config.parallel.tp_plan or self._shape().mtp:
             return None
-        if only_run and not config.compile.enabled:
+        if (only_run and not config.compile.enabled) or config.float8.skip:
             return None
         shape = self._shape()
         layers = range(shape.num_layers) if layers is None else layers
@@ -279,13 +296,22 @@ class RankProgram:
         more = [(len(same) - 1, sorted([*once, same[1]])) for same in alike.values() if len(same) > 1]
         return base + sum(count * (run(kept) - base) for count, kept in more)
 
+    def _compile(self, running: nn.Module) -> None:
+        """Apply recomputation, and compile as the trainer does, but for the code; in place."""
+        blocks, compiling = blocks_of(running), _partitioned(self.config.compile)
+        activations = replace(self.config.activations, offload=False)
+        if self.experts_group is None:
+            compile_blocks(blocks, compiling, activations, whole_graph=False)
+        else:
+            activations = compile_pieces(running, blocks, compiling, activations)
+        apply_activation_checkpointing(running, blocks, activations)
+
     def _trace(self, running: nn.Module, sizes: dict[str, int], *, last: bool) -> int:
         """The same, counted while a micro-batch runs on fake tensors; compiled blocks go through torch's own partitioner."""
         blocks, config = blocks_of(running), self.config
         if config.compile.enabled:
             torch._dynamo.reset()  # a block that was compiled too often for other layouts would stay eager
-            apply_activation_checkpointing(running, blocks, replace(config.activations, offload=False))
-            compile_blocks(blocks, _partitioned(config.compile), config.activations, whole_graph=False)
+            self._compile(running)
         else:
             rehearse_activation_checkpointing(running, blocks, config.activations)
         plan = fsdp.plan(running, sizes, fsdp_policy(config, self.mode))
@@ -314,6 +340,10 @@ class RankProgram:
                 sequence_parallel=parallel.sequence_parallel,
                 replicate_kv=parallel.replicate_kv,
             )
+        if running and self.experts_group is not None:
+            apply_expert_parallel(part, self.experts_group)
+            for stack in expert_stacks(part):
+                stack.holder.dispatch = BalancedDispatch(self.experts_group)
         if running:  # the counts of experts must be where the rows are before a block is compiled
             part.register_forward_pre_hook(_count_beside_rows)
         if head is not None:
@@ -428,15 +458,15 @@ def _cut_experts(part: nn.Module, ep: int) -> None:
 
 
 @contextmanager
-def pretended_group(size: int) -> Generator[dist.ProcessGroup | None]:
-    """A group of ``size`` ranks that sends nothing; None for one rank."""
-    if size == 1:
-        yield None
+def pretended_groups(*sizes: int) -> Generator[list[dist.ProcessGroup | None]]:
+    """Groups of so many ranks that send nothing; None for one rank."""
+    if max(sizes) == 1:
+        yield [None] * len(sizes)
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(sizes))
     try:
-        yield dist.group.WORLD
+        yield [dist.new_group(list(range(size))) if size > 1 else None for size in sizes]
     finally:
         dist.destroy_process_group()

@@ -15,6 +15,21 @@ from torch.utils._pytree import tree_leaves
 from titan_train.config import ActivationsConfig
 from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
 from titan_train.parallel.activations.tiles import tiled_modules
+from titan_train.parallel.expert.dispatch import ExpertParallelDispatch
+
+
+class BalancedDispatch(ExpertParallelDispatch):
+    """Expert parallelism's exchange where nothing can be counted: every rank sends as many rows to each as it gets."""
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As `ExpertParallelDispatch.forward`."""
+        self._rows = chosen.numel()
+        return super().forward(x, weights, chosen, *args, **kwargs)
+
+    def _sizes(self, counts: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+        torch._dynamo.graph_break()  # where the host waits for the numbers
+        each = [self._rows // self._group.size()] * self._group.size()
+        return each, each
 
 
 def rehearse_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> None:

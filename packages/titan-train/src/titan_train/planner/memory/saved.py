@@ -27,6 +27,8 @@ class RankTokens:
     sequence_parallel: bool = True
     float8: int = 0
     """Bytes of an element that a float8 product keeps of its input; 0 computes in ``element``."""
+    pays: Callable[[int, int, int], bool] = lambda _tokens, _inputs, _outputs: True
+    """Whether float8 is used for a linear of so many tokens, inputs and outputs: small ones are left out."""
     tiles: int = 1
     """Parts of the sequence in which feed-forwards run; of more than one the input alone is kept."""
     fused_norms: bool = False
@@ -34,10 +36,18 @@ class RankTokens:
     casting_norms: bool = False
     """So are those in front of float8 products, which normalize and cast in one pass."""
 
-    @property
-    def input(self) -> int:
-        """Bytes of an element of a product's kept input."""
-        return self.float8 or self.element
+    def kept_input(self, inputs: int, *outputs: int) -> int:
+        """Bytes for each token and each of ``inputs`` elements that whole linears of one input keep of it.
+
+        One cast serves all of them, or else each that is cast has its own, and the others the input itself.
+        """
+        cast = [bool(self.float8) and self.pays(self.whole, inputs, each) for each in outputs]
+        return self.float8 if all(cast) else self.float8 * sum(cast) + self.element
+
+    def kept_beside(self, inputs: int, outputs: int) -> int:
+        """Bytes for each token and each of ``inputs`` elements of a linear's cast, whose input is kept by others anyway."""
+        kept = self.kept_input(inputs, outputs)
+        return kept if kept < self.element else 0
 
     @property
     def whole(self) -> int:
@@ -122,8 +132,10 @@ def share_of(heads: int, tp: int) -> int:
 
 def _attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
     heads, kv_heads = share_of(a.heads, at.tp), share_of(a.kv_heads, at.tp)
-    total = at.whole * (at.input * dim + at.element * (2 * heads + 2 * kv_heads) * a.head_dim)  # input, q, k, v, result
-    total += at.float8 * at.whole * heads * a.head_dim * (at.float8 < at.element)  # the result's cast
+    query, key = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    total = at.whole * at.kept_input(dim, query, key, key) * dim
+    total += at.whole * at.element * (2 * heads + 2 * kv_heads) * a.head_dim  # q, k, v, result
+    total += at.whole * at.kept_beside(query, dim) * heads * a.head_dim  # the result's cast
     total += _WIDE * at.whole * heads  # log-sum-exp
     if a.qk_norm:
         total += _rms_norm(a.head_dim, at.whole * (heads + kv_heads), at)
@@ -144,12 +156,13 @@ def _latent_attention(a: AttentionWidths, dim: int, at: RankTokens) -> int:
 
 
 def _feed_forward(hidden: int, dim: int, at: RankTokens, *, gated: bool) -> int:
+    given, down = at.kept_input(dim, hidden), at.kept_input(hidden, dim)
     hidden //= at.tp
     if at.tiles > 1:
         return at.element * at.whole * dim
-    if at.float8:  # the activation and the product's cast are one pass
-        return at.whole * (at.input * dim + ((2 if gated else 1) * at.element + at.float8) * hidden)
-    return at.element * at.whole * (dim + (4 if gated else 2) * hidden)
+    if at.float8 and down == at.float8:  # the activation and the product's cast are one pass
+        return at.whole * (given * dim + ((2 if gated else 1) * at.element + down) * hidden)
+    return at.whole * (given * dim + at.element * (4 if gated else 2) * hidden)
 
 
 def _experts(f: ExpertsShape, dim: int, at: RankTokens) -> int:

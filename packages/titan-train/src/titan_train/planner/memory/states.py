@@ -35,10 +35,11 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 
         whole = dense + experts
         each = setup.weight_bytes * local
         out = {"parameters": each, "gradients": each, "optimizer": state(shard)}
-        if setup.pp > 1:  # gathered once a step, gradients added up whole
-            # on one shard: bf16 copies of all, and around one block 10 bytes an element, as `check` counts GPT-3 on pp 3 x tp 8
+        if setup.pp > 1:
+            # gathered once a step, gradients added up whole, in whose place their shards come as the schedule ends; around
+            # one block 10 bytes an element, as `check` counts GPT-3 on pp 3 x tp 8
             largest = max(one / setup.tp + routed / setup.ep for _, one, routed in shape.block_sizes)
-            out["gathered"] = (2.0 + 4.0) * whole if shard * expert_shard > 1 else 2.0 * whole + 10.0 * largest
+            out["gathered"] = (2.0 + 4.0) * whole - each + 10.0 * largest
         elif not setup.reshard:
             out["gathered"] = 2.0 * whole
         return _offloaded(out, setup)

@@ -18,7 +18,7 @@ from titan_train.models.build import build_model
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import hold_weights
-from titan_train.planner.memory.ranks import RankProgram, estimate_ranks, pretended_group
+from titan_train.planner.memory.ranks import RankProgram, estimate_ranks, pretended_groups
 
 _THROUGHOUT = ("parameters", "gradients", "optimizer", "workspace")
 _MOST_EVENTS = 200_000
@@ -85,8 +85,8 @@ def step_timeline(config: Config, devices: int) -> MemoryTimeline:
     fullest = max(ranks, key=lambda rank: rank.peak)
     held = {name: int(fullest.memory.parts.get(name, 0)) for name in _THROUGHOUT}
     title, traces = config.model.name, dict[int, fsdp.MemoryTrace]()
-    with pretended_group(layout.spec.tp) as group:
-        rank = RankProgram(config, layout, plan.mode, plan.batch, whole, group, closed_form=True)
+    with pretended_groups(layout.spec.tp, layout.spec.ep) as (group, experts):
+        rank = RankProgram(config, layout, plan.mode, plan.batch, whole, group, experts, closed_form=True)
         if schedule is None:
             actions = [Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]
             traces[0] = rank.record(functools.partial(copy.deepcopy, whole), last=True)
