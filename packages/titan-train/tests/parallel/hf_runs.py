@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import composition
+import torch
 from hf_folders import make
 from titan_train.config import parse_config
 from titan_train.train import Trainer
@@ -33,6 +34,7 @@ def sections(source, layout, *, init=True):
 
 def run(folder, name, tree):
     """What one rank saw of a run."""
+    torch._dynamo.reset()  # blocks of all families are called by one function, which is compiled a few times at most
     config = parse_config(composition.tree(folder, name, tree))
     seen = composition.Seen()
     with tempfile.TemporaryDirectory() as scratch, Trainer(config, Path(scratch) / "run", callbacks=[seen]) as trainer:

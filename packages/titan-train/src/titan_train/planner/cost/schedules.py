@@ -22,6 +22,8 @@ SEARCHED = (
 _SPLIT = frozenset({"zb_h1", "zb_h2", "zb_auto", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe_v"})
 _FULL = frozenset({"dualpipe_v", "zb_h2"})
 """Families that need two microbatches a rank, or are another schedule with fewer."""
+_HELD = 0.43
+"""Of what a microbatch keeps, the part that waits from its input gradient to its weight gradient: titan-pipeline's default."""
 _INTERLEAVED = frozenset({"interleaved_1f1b", "interleaved_zb", "looped_bfs"})
 
 
@@ -117,10 +119,10 @@ def _closed_form(name: str, p: int, v: int, m: int) -> tuple[float, float, float
     plain = {
         "gpipe": (idle, m, m),
         "looped_bfs": (idle / v, m, m),
-        "zb_h1": (idle / 3, p, p),
+        "zb_h1": (idle / 3, p, p - idle * (1 - _HELD)),
         "zb_h2": (idle / 3, 2 * p - 1, 2 * p - 1),
         "zb_auto": (idle / 3, m, m),
-        "interleaved_zb": (idle / (3 * v), p, p),
+        "interleaved_zb": (idle / (3 * v), p, p - idle * (1 - _HELD) / v),
         "dualpipe_v": (idle / 6, p + 0.5, p + 0.5),
     }
     return plain[name]

@@ -80,7 +80,7 @@ class MemoryPeak:
 
 
 def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
-    """The peak over the first and the last pipeline rank; on a V over the one with both ends and the fullest other."""
+    """The peak over the first pipeline rank, the last and the fullest other; on a V the first has both ends."""
     if setup.pp == 1:
         return rank_peak(shape, setup, first=True, head=True)
     if setup.head_on_first_rank:
@@ -89,27 +89,29 @@ def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
             rank_peak(shape, setup, first=True, head=True, share=ends),
             rank_peak(shape, setup, first=False, head=False, share=max(inner)),
         ]
-    else:
-        ours = setup.sharding == "fsdp" and not setup.receive_ahead and not setup.equal_stages  # others cut evenly
-        first, *_, last = block_shares(shape, setup) if ours else (0.0, 0.0)
-        ranks = [
-            rank_peak(shape, setup, first=True, head=False, share=first),
-            rank_peak(shape, setup, first=False, head=True, share=last),
-        ]
+        return max(ranks, key=lambda peak: peak.allocated)
+    # others than the trainer cut evenly
+    ours = setup.sharding == "fsdp" and not setup.receive_ahead and not setup.equal_stages
+    first, *inner, last = block_shares(shape, setup) if ours else (0.0, 0.0)
+    ranks = [
+        rank_peak(shape, setup, first=True, head=False, share=first),
+        rank_peak(shape, setup, first=False, head=True, share=last),
+    ]
+    if inner:
+        held = [in_flight(setup, number / (setup.pp - 1)) for number in range(1, setup.pp - 1)]
+        _, number = max((share * held[number], number) for number, share in enumerate(inner))
+        ranks.append(rank_peak(shape, setup, first=False, head=False, share=inner[number], under_way=held[number]))
     return max(ranks, key=lambda peak: peak.allocated)
 
 
 def block_shares(shape: ModelShape, setup: Setup) -> list[float]:
     """Parts of the blocks on each pipeline rank, as the trainer cuts them: stages of equal FLOPs, the last with the head."""
     stages = 2 * setup.pp if setup.head_on_first_rank else setup.pp * setup.stages_per_rank
-    key = ("block shares", setup.pp, stages, setup.head_on_first_rank, setup.seq_len)
-    if key not in shape.memo:
-        block = replace(shape, vocab=0, mtp=0).flops_per_token(setup.seq_len, causal=False) / shape.num_layers
-        head = shape.mtp + (1 + shape.mtp) * 6.0 * shape.head_parameters / block
-        cut = _cut(shape.num_layers, round(head, 2), stages)
-        on_rank = [[r, -1 - r] if setup.head_on_first_rank else range(r, stages, setup.pp) for r in range(setup.pp)]
-        shape.memo[key] = [sum(cut[stage] for stage in held) / shape.num_layers for held in on_rank]
-    return shape.memo[key]
+    block = replace(shape, vocab=0, mtp=0).flops_per_token(setup.seq_len, causal=False) / shape.num_layers
+    head = shape.mtp + (1 + shape.mtp) * 6.0 * shape.head_parameters / block
+    cut = _cut(shape.num_layers, round(head, 2), stages)
+    on_rank = [[r, -1 - r] if setup.head_on_first_rank else range(r, stages, setup.pp) for r in range(setup.pp)]
+    return [sum(cut[stage] for stage in held) / shape.num_layers for held in on_rank]
 
 
 @lru_cache(maxsize=1024)
@@ -119,12 +121,14 @@ def _cut(layers: int, head: float, stages: int) -> list[int]:
     return [len(part) for part in balanced_cut(costs, stages)]
 
 
-def in_flight(setup: Setup, *, first: bool) -> float:
-    """Microbatches whose activations the rank holds at most, each of the rank's share of the blocks."""
+def in_flight(setup: Setup, at: float) -> float:
+    """Microbatches whose activations a rank holds at most, each of the rank's share of the blocks; ``at`` is its place from the
+    first (0) to the last (1), between which their number falls evenly. On a V 0 is the rank with both ends.
+    """
     if setup.pp == 1:
         return 1.0
     cost = schedule_cost(setup.schedule, setup.pp, setup.stages_per_rank, setup.microbatches)
-    return cost.first if first else cost.last
+    return cost.first + (cost.last - cost.first) * at
 
 
 def rank_peak(
@@ -134,6 +138,7 @@ def rank_peak(
     first: bool,
     head: bool,
     share: float = 0.0,
+    under_way: float = 0.0,
     counted: Mapping[str, float] | None = None,
 ) -> MemoryPeak:
     """The peak of one pipeline rank.
@@ -144,15 +149,16 @@ def rank_peak(
         first: The rank has the embedding.
         head: It has the head and the loss.
         share: Its part of the blocks; 0 takes an even one.
+        under_way: Microbatches that it holds activations of; 0 takes those of the first rank or of the last.
         counted: Bytes of the states, ``gathered`` (in backward), ``gathered at end`` (of it) and ``activations``, counted on the
             model.
     """
     tokens, tp, fsdp = setup.tokens, setup.tp, setup.sharding != "zero1"
-    parts = dict(state_bytes(shape, setup, first=first or not setup.head_on_first_rank, share=share))
+    parts = dict(state_bytes(shape, setup, first=first or head, head=head, share=share))
     throughout = parts.pop("gathered", 0.0)
     if counted is None:
-        kept = kept_bytes(shape, setup) * (share or 1 / setup.pp) * in_flight(setup, first=first)
-        parts["activations"] = kept
+        under_way = under_way or in_flight(setup, 0.0 if first else 1.0)
+        parts["activations"] = kept_bytes(shape, setup) * (share or 1 / setup.pp) * under_way
     else:
         parts |= {name: size for name, size in counted.items() if not name.startswith("gathered")}
     stay = 0.0 if setup.te else min(1.0, 2 * setup.pp / shape.num_layers)  # two blocks: the last, and one on its way

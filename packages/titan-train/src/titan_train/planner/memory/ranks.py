@@ -467,6 +467,6 @@ def pretended_groups(*sizes: int) -> Generator[list[dist.ProcessGroup | None]]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(sizes))
     try:
-        yield [dist.new_group(list(range(size))) if size > 1 else None for size in sizes]
+        yield [cast(dist.ProcessGroup, dist.new_group(list(range(size)))) if size > 1 else None for size in sizes]
     finally:
         dist.destroy_process_group()

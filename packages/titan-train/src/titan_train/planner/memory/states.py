@@ -5,13 +5,21 @@ from titan_train.planner.cost.step import rank_ends, rank_parameters
 from titan_train.planner.setup import Setup
 
 
-def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 0.0) -> dict[str, float]:
+def state_bytes(
+    shape: ModelShape, setup: Setup, *, first: bool, head: bool = False, share: float = 0.0
+) -> dict[str, float]:
     """What lives through the whole step.
 
     fsdp shards parameters, gradients and AdamW's two moments: 16 bytes over the shards in float32. ``gathered`` is what stays
-    whole through the step. zero1 keeps bf16 parameters and
-    whole gradients, and shards float32 masters and moments: 2 + 4 + 12 / shards. ddp keeps 16 bytes, and bf16 copies.
-    Experts are sharded over the ranks that hold the same experts.
+    whole through the step. zero1 keeps bf16 parameters and whole gradients, and shards float32 masters and moments: 2 + 4 + 12 /
+    shards. ddp keeps 16 bytes, and bf16 copies. Experts are sharded over the ranks that hold the same experts.
+
+    Args:
+        shape: The whole model.
+        setup: How it runs.
+        first: The rank has the embedding, the head or both.
+        head: It has the head.
+        share: Its part of the blocks; 0 takes an even one.
     """
     dense, experts = rank_parameters(shape, setup, first=first, share=share)
     shard = setup.dp_shard * setup.cp
@@ -22,10 +30,9 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 
     both = ((dense, shard), (experts, expert_shard))
     of_blocks, of_ends = setup.state_bytes
 
-    def state(shards: int) -> float:
+    def state(shards: int, of_experts: int) -> float:
         ends = rank_ends(shape, setup, first=first)
-        routed = experts / (expert_shard if shards > 1 else 1)
-        return of_blocks * ((dense - ends) / shards + routed) + of_ends * ends / shards
+        return of_blocks * ((dense - ends) / shards + experts / of_experts) + of_ends * ends / shards
 
     if setup.task == "lora":
         kept = sum(n / (s if setup.sharding == "fsdp" else 1) for n, s in both)
@@ -34,12 +41,16 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 
         local = sum(n / s for n, s in both)
         whole = dense + experts
         each = setup.weight_bytes * local
-        out = {"parameters": each, "gradients": each, "optimizer": state(shard)}
+        out = {"parameters": each, "gradients": each, "optimizer": state(shard, expert_shard)}
         if setup.pp > 1:
             # gathered once a step, gradients added up whole, in whose place their shards come as the schedule ends; around
-            # one block 10 bytes an element, as `check` counts GPT-3 on pp 3 x tp 8
-            largest = max(one / setup.tp + routed / setup.ep for _, one, routed in shape.block_sizes)
-            out["gathered"] = (2.0 + 4.0) * whole - each + 10.0 * largest
+            # one block, or the head, what a rehearsal counts for each element
+            of_dense, of_experts = (3.0 if shards > 1 else 10.0 for _, shards in both)
+            blocks = [
+                of_dense * one / setup.tp + of_experts * routed / setup.ep for _, one, routed in shape.block_sizes
+            ]
+            largest = max(*blocks, (4.0 if shard > 1 else 6.0) * shape.head_parameters / setup.tp if head else 0.0)
+            out["gathered"] = (2.0 + 4.0) * whole - each * (1 - setup.offload_optimizer) + largest
         elif not setup.reshard:
             out["gathered"] = 2.0 * whole
         return _offloaded(out, setup)
@@ -48,22 +59,20 @@ def state_bytes(shape: ModelShape, setup: Setup, *, first: bool, share: float = 
         out = {
             "parameters": 2.0 * whole,
             "gradients": float(setup.grad_bytes) * whole,
-            "optimizer": 4.0 * local + state(shard),
+            "optimizer": 4.0 * local + state(shard, expert_shard),
         }
         return _offloaded(out, setup)
     whole = dense + experts
     return {
         "parameters": (setup.weight_bytes + 2.0) * whole,
         "gradients": setup.weight_bytes * whole,
-        "optimizer": state(1),
+        "optimizer": state(1, 1),
     }
 
 
 def _offloaded(out: dict[str, float], setup: Setup) -> dict[str, float]:
     """Fsdp moves parameters, gradients and optimizer state to the host together; zero1 the optimizer state alone."""
-    for name in (
-        ("parameters", "gradients", "optimizer") if setup.sharding == "fsdp" and setup.pp == 1 else ("optimizer",)
-    ):
+    for name in ("parameters", "gradients", "optimizer") if setup.sharding == "fsdp" else ("optimizer",):
         out[name] *= 1 - setup.offload_optimizer
     return out
 
