@@ -144,15 +144,27 @@ def test_selective_recomputation_is_counted_by_tensor_and_sharding(monkeypatch, 
 
 
 @pytest.mark.parametrize("name", ["llama3_debug", "qwen3_debug"])
-@pytest.mark.parametrize(("recipe", "tp"), [("tensorwise", 1), ("tensorwise", 2), ("rowwise", 1), ("blockwise", 2)])
-def test_an_eager_float8_block_keeps_what_its_layers_save(monkeypatch, name, recipe, tp):
+@pytest.mark.parametrize(
+    ("recipe", "tp", "least"),
+    [("tensorwise", 1, 0), ("tensorwise", 2, 0), ("rowwise", 1, 0), ("blockwise", 2, 0), ("tensorwise", 1, 1)],
+)
+def test_an_eager_float8_block_keeps_what_its_layers_save(monkeypatch, name, recipe, tp, least):
     bytes_of = []
     for layers in (1, 2):
-        settings = {"parallel.tp": tp, "parallel.mode": "fsdp", "float8.recipe": recipe, "float8.min_speedup": 0}
+        settings = {"parallel.tp": tp, "parallel.mode": "fsdp", "float8.recipe": recipe, "float8.min_speedup": least}
         settings |= {"model.args.num_layers": layers, "model.seq_len": 512}
         bytes_of.append(ranks_of(monkeypatch, name, tp, settings, closed=False)[0].activations)
     shape = find_shape(name)
-    setup = Setup(seq_len=512, global_batch=2, microbatch=2, tp=tp, stack="eager", precision=recipe, fused_norms=False)
+    setup = Setup(
+        seq_len=512,
+        global_batch=2,
+        microbatch=2,
+        tp=tp,
+        stack="eager",
+        precision=recipe,
+        fused_norms=False,
+        min_speedup=least,
+    )
     # scales of rows and blocks, a few numbers a token, are not in the formula
     assert block_bytes(shape.blocks[0], shape.dim, setup, tokens_of(setup)) == pytest.approx(
         bytes_of[1] - bytes_of[0], rel=0.06

@@ -106,7 +106,9 @@ def block_saved_bytes(block: Block, dim: int, at: RankTokens) -> int:
     if block.norms > 2:
         total = 2 * _layer_norm(dim, at.residual, at.element)
     else:
-        total = 2 * _rms_norm(dim, at.residual, replace(at, fused_norms=at.fused_norms or at.casting_norms))
+        total = sum(
+            _rms_norm(dim, at.residual, replace(at, fused_norms=fused)) for fused in _fused_norms(block, dim, at)
+        )
     if block.attention.latent:
         total += _latent_attention(block.attention, dim, at)
     else:
@@ -114,6 +116,16 @@ def block_saved_bytes(block: Block, dim: int, at: RankTokens) -> int:
     if isinstance(block.ffn, FeedForwardShape):
         return total + _feed_forward(block.ffn.hidden, dim, at, gated=block.ffn.gated)
     return total + _experts(block.ffn, dim, at)
+
+
+def _fused_norms(block: Block, dim: int, at: RankTokens) -> list[bool]:
+    """Whether the norm before attention and that before the feed-forward keep their input alone: their readers are float8."""
+    a, f = block.attention, block.ffn
+    assert a is not None
+    first = () if a.latent else (a.heads * a.head_dim, a.kv_heads * a.head_dim)
+    second = (f.hidden,) if isinstance(f, FeedForwardShape) else ()
+    cast = [at.kept_input(dim, *readers) == at.float8 for readers in (first, second)]
+    return [at.fused_norms or (at.casting_norms and all_of_them) for all_of_them in cast]
 
 
 def _rms_norm(width: int, tokens: int, at: RankTokens) -> int:

@@ -133,9 +133,10 @@ class Searcher:
         self._tried = []
         of_a_stage = shape.num_layers // (setup.pp * setup.stages_per_rank)
         for option in options:
-            if option.get("recompute_share", 1.0) * of_a_stage < 1:
+            asked = setup.changed(**{"recompute_share": 1.0, **option})
+            if asked.recompute_share * of_a_stage < 1:
                 continue  # each stage begins to count anew
-            setup = setup.changed(**{"recompute_share": 1.0, **option})
+            setup = asked
             peak = memory_peak(shape, setup)
             self._tried.append((setup, peak))
             if peak.allocated <= limit:
