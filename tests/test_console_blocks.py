@@ -12,6 +12,7 @@ One rule, `kind_of`, decides:
 
 import argparse
 import importlib
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import zstandard
+from PIL import Image
 from test_readmes import READMES, ROOT, RUN_BY
 from titan_train.cli import COMMANDS, load_command, main
 from titan_train.cli.parser import CommandParser
@@ -108,7 +111,12 @@ def sandbox(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sandbox")
     text = "".join(f"def f{i % 9}(x):\n    return x + {i}\n" for i in range(900))
     (folder / "corpus").mkdir()
-    (folder / "corpus" / "text.jsonl").write_text(f'{{"text": {text!r}}}\n'.replace("'", '"') * 40)
+    lines = f'{{"text": {text!r}}}\n'.replace("'", '"') * 40
+    (folder / "corpus" / "text.jsonl").write_text(lines)
+    library = sorted(Path(os.__file__).parent.glob("*.py"))[:80]  # enough words for a vocabulary of the default size
+    lines = "".join(json.dumps({"text": file.read_text(encoding="utf-8")}) + "\n" for file in library)
+    (folder / "corpus" / "library.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    Image.new("RGB", (64, 64), "grey").save(folder / "shapes.png")
     (folder / "README.md").write_text(text[:500])
     for name in ("my", "mine", "run"):
         (folder / f"{name}.toml").write_text('extends = "debug"\n[train]\nglobal_batch = 64\n')
@@ -162,11 +170,14 @@ def test_every_command_is_run_as_typed_or_parsed(page, sandbox, tmp_path, monkey
         assert code == 0, f"{typed}: {capsys.readouterr().err}"
 
 
+def as_a_shell(words, folder):
+    """The words with the names of the files that a pattern matches; with the pattern where there is none."""
+    found = [sorted(folder.glob(word)) if "*" in word else [] for word in words]
+    return [part for word, files in zip(words, found, strict=True) for part in ([*map(str, files)] or [word])]
+
+
 def run_here(words):
-    words = [
-        words[0],
-        *(str(file) for word in words[1:] for file in (sorted(Path().glob(word)) if "*" in word else [word])),
-    ]
+    words = as_a_shell(words, Path())
     if words[0] == "titan-train":
         return main(words[1:])
     return importlib.import_module(words[0].replace("-", "_") + ".cli").main(words[1:])
@@ -227,7 +238,8 @@ def test_small_runs_train_as_typed_with_fewer_steps(page, sandbox, tmp_path):
         if name_of(words) == "run":
             words = [*words, "--train.steps", "48" if "--faults" in words else "14"]
         done = subprocess.run(
-            [sys.executable, "-m", "titan_train", *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=800,
+            [sys.executable, "-m", "titan_train", *as_a_shell(words[1:], tmp_path)],
+            cwd=tmp_path, capture_output=True, text=True, timeout=800,
             env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(sandbox / "cache")},
         )  # fmt: skip
         assert done.returncode == 0, f"{shlex.join(words)}: {done.stdout}{done.stderr}"
