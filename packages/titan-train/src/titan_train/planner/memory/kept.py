@@ -211,9 +211,8 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     if isinstance(block.ffn, ExpertsShape):
         k = block.ffn.per_token
         kept += r * k * (_INDEX if setup.stack == "compile" else _INDEX + _WIDE)  # which experts, with which scores
-        if (
-            setup.ep > 1
-        ):  # what was sent to experts, and what came back; the tokens that enter the second compiled piece
+        # what was sent to experts, and what came back; the tokens that enter the second compiled piece
+        if setup.ep > 1:
             kept += 2 * e * r * k * (block.ffn.latent_dim or dim) + e * dim * r * (setup.stack == "compile")
     if block.carried is not None:
         kept += 2 * e * n * block.carried.inner / at.tp

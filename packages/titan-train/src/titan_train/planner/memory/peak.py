@@ -1,7 +1,7 @@
 """The largest number of bytes at one time, by use, and the instant at which it is reached: the account of `plan`, `check`, a
 rehearsal and the report. `plan` and `check --hardware` fill it from formulas, `check` with what `ranks` counts on the real model.
 
-Instants are compared on the first pipeline rank (most microbatches in flight) and on the last (the head):
+Instants are compared on the first pipeline rank (most microbatches in flight), on the last (the head), and on the fullest other:
 
 - backward of a block: states, kept activations, and one block's gathered parameters, gradients and recomputed values;
 - loss: states, kept activations, logits with their gradient, the gathered head;
@@ -10,9 +10,10 @@ Instants are compared on the first pipeline rank (most microbatches in flight) a
 Megatron-style stacks (zero1) add a bf16 dummy gradient for one block, which TransformerEngine never frees.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from titan_pipeline import balanced_cut
 
@@ -83,25 +84,20 @@ def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
     """The peak over the first pipeline rank, the last and the fullest other; on a V the first has both ends."""
     if setup.pp == 1:
         return rank_peak(shape, setup, first=True, head=True)
+    peak = partial(rank_peak, shape, setup)
     if setup.head_on_first_rank:
         ends, *inner = block_shares(shape, setup)
-        ranks = [
-            rank_peak(shape, setup, first=True, head=True, share=ends),
-            rank_peak(shape, setup, first=False, head=False, share=max(inner)),
-        ]
-        return max(ranks, key=lambda peak: peak.allocated)
-    # others than the trainer cut evenly
-    ours = setup.sharding == "fsdp" and not setup.receive_ahead and not setup.equal_stages
-    first, *inner, last = block_shares(shape, setup) if ours else (0.0, 0.0)
-    ranks = [
-        rank_peak(shape, setup, first=True, head=False, share=first),
-        rank_peak(shape, setup, first=False, head=True, share=last),
-    ]
-    if inner:
+        ranks = [peak(first=True, head=True, share=ends), peak(first=False, head=False, share=max(inner))]
+    else:
+        # others than the trainer cut evenly
+        ours = setup.sharding == "fsdp" and not setup.receive_ahead and not setup.equal_stages
+        first, *inner, last = block_shares(shape, setup) if ours else (0.0, 0.0)
+        ranks = [peak(first=True, head=False, share=first), peak(first=False, head=True, share=last)]
         held = [in_flight(setup, number / (setup.pp - 1)) for number in range(1, setup.pp - 1)]
-        _, number = max((share * held[number], number) for number, share in enumerate(inner))
-        ranks.append(rank_peak(shape, setup, first=False, head=False, share=inner[number], under_way=held[number]))
-    return max(ranks, key=lambda peak: peak.allocated)
+        fullest = max(zip(inner, held, strict=False), key=math.prod, default=None)
+        if fullest is not None:
+            ranks.append(peak(first=False, head=False, share=fullest[0], under_way=fullest[1]))
+    return max(ranks, key=lambda rank: rank.allocated)
 
 
 def block_shares(shape: ModelShape, setup: Setup) -> list[float]:
