@@ -21,6 +21,7 @@ from titan_fp8.kernels.triton import (
     fused,
     grouped_cast,
     grouped_mm,
+    grouped_mm_hopper,
     layer_norm,
     mx,
     rotation,
@@ -31,10 +32,13 @@ from titan_fp8.kernels.triton import (
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 E4M3 = {"E4M3": True, "POW2": True, "HARDWARE": True}
 X, CODES, SCALE, BITS, INT, TILES = "*bf16", "*u8", "*fp32", "*i32", "i32", "tensordesc<fp8e4nv[128, 128]>"
 ODD = "i32 "  # an integer that need not be a multiple of 16
+CODE_STAGES = f"tensordesc<fp8e4nv[{{}}, 128],{grouped_mm_hopper._CODES!r}>"
+SCALE_STAGES = f"tensordesc<fp32[1, 128],{grouped_mm_hopper._SCALES!r}>"
 DUAL = {"q": CODES, "scale": SCALE, "qt": CODES, "scale_t": SCALE}
 SIZES = dict.fromkeys(("M", "K", "stride_x", "stride_q", "stride_qt"), INT)
 STRIDES_GATE = dict.fromkeys(("stride_grad", "stride_gate", "stride_up"), INT)
@@ -42,12 +46,12 @@ DUAL_UP = {f"{name}_up": kind for name, kind in DUAL.items()}
 
 # name: (kernel, its run-time arguments, its compile-time arguments, warps)
 KERNELS = {
-    "cast_block_dual": (block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": True, "MASKED": False, **E4M3}, 8),
-    "cast_block_dual-ragged": (block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": True, "MASKED": True, **E4M3}, 8),
+    "cast_block_dual": (block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": True, "MASKED": False, **E4M3}, 4),
+    "cast_block_dual-ragged": (block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": True, "MASKED": True, **E4M3}, 4),
     "cast_block_dual-exact": (
-        block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": True, "MASKED": False, **E4M3, "POW2": False}, 16,
+        block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": True, "MASKED": False, **E4M3, "POW2": False}, 4,
     ),
-    "cast_block": (block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": False, "MASKED": False, **E4M3}, 8),
+    "cast_block": (block.cast_block_kernel, {"x": X, **DUAL, **SIZES}, {"DUAL": False, "MASKED": False, **E4M3}, 4),
     "cast_mx_dual": (
         mx.cast_mx_kernel, {"x": X, **DUAL, "scale": CODES, "scale_t": CODES, **SIZES},
         {"DUAL": True, "MASKED": False, "E4M3": True, "HARDWARE": True}, 8,
@@ -56,13 +60,13 @@ KERNELS = {
         weights.cast_weight_kernel,
         {"w": X, **DUAL, "N": INT, "K": INT, "stride_w": INT, "experts_w": INT, "experts_q": INT, "experts_scale": ODD,
          "experts_scale_t": ODD},
-        {"DUAL": True, "MASKED": False, **E4M3}, 8,
+        {"DUAL": True, "MASKED": False, **E4M3}, 4,
     ),
     "cast_weight-rows": (
         weights.cast_weight_kernel,
         {"w": X, **DUAL, "N": INT, "K": INT, "stride_w": INT, "experts_w": INT, "experts_q": INT, "experts_scale": ODD,
          "experts_scale_t": ODD},
-        {"DUAL": False, "MASKED": False, **E4M3}, 8,
+        {"DUAL": False, "MASKED": False, **E4M3}, 4,
     ),
     "transpose_codes": (
         transpose.transpose_kernel,
@@ -71,7 +75,7 @@ KERNELS = {
     ),
     "cast_weights": (
         weights.cast_weights_kernel, {"table": "*i64"},
-        {"NUM_MATRICES": 7, "PADDED_MATRICES": 8, "FIELDS": 9, "INPUT": tl.bfloat16, "MASKED": False, **E4M3}, 8,
+        {"NUM_MATRICES": 7, "PADDED_MATRICES": 8, "FIELDS": 9, "INPUT": tl.bfloat16, "MASKED": False, **E4M3}, 4,
     ),
     "amax": (
         tensor.amax_kernel, {"x": X, "amax_bits": BITS, "numel": INT},
@@ -80,12 +84,12 @@ KERNELS = {
     "row_column_amax": (
         tensor.row_column_amax_kernel,
         {"x": X, "row_amax_bits": BITS, "column_amax_bits": BITS, "M": INT, "K": INT, "stride_x": INT, "tiles_k": INT},
-        {"MASKED": False, "HARDWARE": True}, 16,
+        {"MASKED": False, "HARDWARE": True}, 8,
     ),
     **{
         f"cast_with_amax-{name}": (
             tensor.cast_with_amax_kernel, {"x": X, "amax": SCALE, "amax_t": SCALE, **DUAL, **SIZES, "tiles_k": INT},
-            {"VECTOR": name == "row", "DUAL": True, "MASKED": False, **E4M3}, 16 if name == "row" else 8,
+            {"VECTOR": name == "row", "DUAL": True, "MASKED": False, **E4M3}, 8,
         )
         for name in ("tensor", "row")
     },
@@ -95,25 +99,24 @@ KERNELS = {
     ),
     "cast_grouped": (
         grouped_cast.cast_grouped_kernel,
-        {"x": X, "offs": BITS, "offs_padded": BITS, **DUAL, **SIZES, "E": INT, "tiles_k": INT}, {"GROUPS": 16, **E4M3}, 8,
+        {"x": X, "tiles": BITS, **DUAL, **SIZES, "E": INT, "tiles_k": INT}, E4M3, 4,
     ),
     "cast_grouped-mx": (
         grouped_cast.cast_grouped_mx_kernel,
-        {"x": X, "offs": BITS, "offs_padded": BITS, **DUAL, "scale": CODES, "scale_t": CODES, **SIZES, "E": INT, "tiles_k": INT},
-        {"GROUPS": 16, "E4M3": True, "HARDWARE": True}, 8,
+        {"x": X, "tiles": BITS, **DUAL, "scale": CODES, "scale_t": CODES, **SIZES, "E": INT, "tiles_k": INT},
+        {"E4M3": True, "HARDWARE": True}, 8,
     ),
     "grouped_amax": (
         grouped_cast.grouped_amax_kernel,
-        {"x": X, "offs": BITS, "offs_padded": BITS, "row_bits": BITS, "column_bits": BITS, "M": INT, "K": INT, "E": INT,
-         "stride_x": INT, "stride_q": INT, "tiles_k": INT},
-        {"GROUPS": 16, "HARDWARE": True}, 16,
+        {"x": X, "tiles": BITS, "row_bits": BITS, "column_bits": BITS, "K": INT, "E": INT, "stride_x": INT, "stride_q": INT,
+         "tiles_k": INT},
+        {"HARDWARE": True}, 4,
     ),
     **{
         f"cast_grouped-{name}": (
             grouped_cast.cast_grouped_with_amax_kernel,
-            {"x": X, "offs": BITS, "offs_padded": BITS, "row_amax": SCALE, "column_amax": SCALE, **DUAL, **SIZES, "E": INT,
-             "tiles_k": INT},
-            {"GROUPS": 16, "VECTOR": name == "row", **E4M3}, 16,
+            {"x": X, "tiles": BITS, "row_amax": SCALE, "column_amax": SCALE, **DUAL, **SIZES, "E": INT, "tiles_k": INT},
+            {"VECTOR": name == "row", **E4M3}, 4,
         )
         for name in ("tensor", "row")
     },
@@ -154,7 +157,7 @@ KERNELS = {
         {"BLOCK": 4096, "BLOCKS": 1, "HARDWARE": True}, 4,
     ),
     "rmsnorm_cast": (
-        fused.rmsnorm_cast_kernel, {"x": X, "weight": X, "rstd": SCALE, **DUAL, **SIZES}, {"MASKED": False, **E4M3}, 8,
+        fused.rmsnorm_cast_kernel, {"x": X, "weight": X, "rstd": SCALE, **DUAL, **SIZES}, {"MASKED": False, **E4M3}, 4,
     ),
     "rmsnorm_backward": (
         fused.rmsnorm_backward_kernel,
@@ -163,7 +166,7 @@ KERNELS = {
         {"ROWS": 63, "BLOCK": 4096, "HARDWARE": True}, 8,
     ),
     "swiglu_cast": (
-        fused.swiglu_cast_kernel, {"gate": X, "up": X, **DUAL, **SIZES, **STRIDES_GATE}, {"MASKED": False, **E4M3}, 16,
+        fused.swiglu_cast_kernel, {"gate": X, "up": X, **DUAL, **SIZES, **STRIDES_GATE}, {"MASKED": False, **E4M3}, 8,
     ),
     "layer_stats": (
         layer_norm.layer_stats_kernel,
@@ -173,15 +176,15 @@ KERNELS = {
     "layernorm_cast": (
         layer_norm.layernorm_cast_kernel,
         {"x": X, "gain": X, "shift": X, "mean": SCALE, "rstd": SCALE, **DUAL, **SIZES, "rows_each": INT},
-        {"MASKED": False, **E4M3}, 16,
+        {"MASKED": False, **E4M3}, 8,
     ),
     "gelu_cast": (layer_norm.gelu_cast_kernel, {"x": X, **DUAL, **SIZES}, {"MASKED": False, **E4M3}, 8),
     **{
         f"grouped_mm-{scaling}": (
             grouped_mm.grouped_mm_kernel,
-            {"a": TILES, "b": TILES, "scale_a": SCALE, "scale_b": SCALE, "offs": BITS, "out": X, "M": INT, "N": INT,
+            {"a": TILES, "b": TILES, "scale_a": SCALE, "scale_b": SCALE, "tiles": BITS, "out": X, "M": INT, "N": INT,
              "E": ODD, "tiles_n": ODD, "stride_scale_b": INT, "experts_scale_b": INT},
-            {"GROUPS": 16, "K_BLOCKS": 16, "SCALING": scaling, "BANDS": 8, "HARDWARE": True}, 8,
+            {"K_BLOCKS": 16, "SCALING": scaling, "BANDS": 8, "HARDWARE": True}, 8,
         )
         for scaling in ("block", "row", "tensor")
     },
@@ -191,9 +194,25 @@ KERNELS = {
          "tiles_n": ODD, "tiles_k": ODD},
         {"HARDWARE": True}, 8,
     ),
+    **{
+        f"grouped_mm_hopper-{scaling}": (
+            grouped_mm_hopper.grouped_mm_kernel,
+            {"a": CODE_STAGES.format(128), "b": CODE_STAGES.format(256), "scale_a": SCALE, "scale_b": SCALE, "tiles": BITS,
+             "out": X, "M": ODD, "N": INT, "E": ODD, "most_tiles": ODD, "tiles_n": ODD, "k_blocks": ODD,
+             "stride_scale_b": ODD, "experts_scale_b": ODD},
+            {"SCALING": scaling, "COLUMNS": 256, "BANDS": 8, "STAGES": 4}, 4,
+        )
+        for scaling in ("block", "row", "tensor")
+    },
+    "grouped_wgrad_hopper": (
+        grouped_mm_hopper.grouped_wgrad_kernel,
+        {"a": CODE_STAGES.format(128), "b": CODE_STAGES.format(128), "scale_a": SCALE, "scale_b": SCALE_STAGES,
+         "offs_padded": BITS, "out": X, "N": INT, "K": INT, "E": ODD, "tiles_n": ODD, "tiles_k": ODD},
+        {"BANDS": 8, "STAGES": 6}, 4,
+    ),
     "swiglu_backward_cast": (
         fused.swiglu_backward_cast_kernel, {"grad": X, "gate": X, "up": X, **DUAL, **DUAL_UP, **SIZES, **STRIDES_GATE},
-        {"MASKED": False, **E4M3}, 16,
+        {"MASKED": False, **E4M3}, 8,
     ),
 }  # fmt: skip
 
@@ -202,9 +221,9 @@ def compile_kernel(kernel, arguments, constants, warps, capability, stages=3):
     """The assembly's instruction counts, registers and spills."""
     names = kernel.arg_names
     # As at run time: torch's addresses and these sizes are multiples of 16.
-    aligned = [name for name in names if arguments.get(name, "fp32") not in ("fp32", ODD, TILES)]
+    aligned = [name for name in names if arguments.get(name, "fp32").startswith(("*", INT)) and arguments[name] != ODD]
     signature = {name: arguments.get(name, "constexpr").strip() for name in names}
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
@@ -251,9 +270,14 @@ def ctas_per_sm(registers, warps, shared_bytes):
     return min(65536 // (of_warp * warps), 64 // warps, 32, 227 * 1024 // (shared_bytes + 1024))
 
 
+def kernels_of(capability):
+    """The names of the kernels that run there."""
+    return [name for name in KERNELS if capability // 10 == 9 or "hopper" not in name]
+
+
 def table(capability):
     """A line of Markdown for each kernel."""
-    for name in KERNELS:
+    for name in kernels_of(capability):
         k = compile_kernel(*KERNELS[name], capability)
         opcodes = k["opcodes"]
         spills = sum(count for opcode, count in opcodes.items() if opcode.startswith(("LDL", "STL")))
@@ -270,4 +294,4 @@ if __name__ == "__main__":
     if sys.argv[2:] == ["table"]:
         table(int(sys.argv[1]))
     else:
-        main(sys.argv[2:] or list(KERNELS), int(sys.argv[1]))
+        main(sys.argv[2:] or kernels_of(int(sys.argv[1])), int(sys.argv[1]))

@@ -23,7 +23,7 @@ from titan_fp8 import ops
 from titan_fp8.layers.functional import output_dtype
 from titan_fp8.ops.declare import run_op
 from titan_fp8.recipe import Recipe
-from titan_fp8.reference import round_up
+from titan_fp8.reference import pad_matrix, round_up
 
 
 def grouped_mm(
@@ -182,14 +182,13 @@ def cast_experts(w: Tensor, recipe: Recipe, *, contract_rows: bool) -> tuple[Ten
             return run_op(ops.cast_weight_rows, stored, dtype, pow2)
         return run_op(ops.cast_weight_block, stored, dtype, pow2)[2:]
     matrices = stored if as_stored else stored.mT
-    num_experts, rows, columns = matrices.shape
-    padded = F.pad(matrices, (0, -columns % 128, 0, -rows % 128)).contiguous()
+    padded = pad_matrix(matrices, 128).contiguous()
     flat = padded.view(-1, padded.shape[2])
     if recipe.w.gran == "tensor":
         q, scale = run_op(ops.cast_tensor, flat, dtype, pow2)
         return q.view(padded.shape), scale
     q, scale = run_op(ops.cast_row, flat, dtype, pow2) if recipe.w.gran == "row" else run_op(ops.cast_mx, flat, dtype)
-    return q.view(padded.shape), scale.view(num_experts, padded.shape[1], -1)
+    return q.view(padded.shape), scale.view(*padded.shape[:2], -1)
 
 
 def _cast_rows(

@@ -134,8 +134,8 @@ def test_tokens_that_a_block_would_share_with_another_rank_are_gathered_in_high_
         assert plain == float8
 
 
-def gated() -> list[str]:
-    config = load_config(
+def gated_config() -> Config:
+    return load_config(
         "debug",
         model={"name": "qwen3_next_moe_debug", "seq_len": 32},
         float8={"recipe": "blockwise", "min_speedup": 0.0},
@@ -143,12 +143,16 @@ def gated() -> list[str]:
         launch={"nproc": 2, "device": "cpu"},
         train={"steps": 2, "global_batch": 2},
     )
-    with tempfile.TemporaryDirectory() as folder, Trainer(config, Path(folder)) as trainer:
+
+
+def gated() -> list[str]:
+    with tempfile.TemporaryDirectory() as folder, Trainer(gated_config(), Path(folder)) as trainer:
         trainer.fit()
         return float8_gathering_modules(trainer.model.parts[0])
 
 
 def test_a_region_whose_gate_reads_the_input_gathers_it_in_high_precision():
+    prepare_inputs(gated_config(), quiet=True)
     for gathering in run_ranks(gated, 2, timeout_s=90):
         assert any("attention" in name for name in gathering)
         assert not any("shared_experts" in name for name in gathering)

@@ -8,5 +8,6 @@
 - `rotation`: rotary positions.
 - `cross_entropy`: sums and gradients of logits.
 - `fused`: RMSNorm and SwiGLU that end in a cast.
-- `grouped_cast`, `grouped_mm`: experts.
+- `group_tiles`, `grouped_cast`, `grouped_mm`: experts.
+- `grouped_mm_hopper`: products of experts on an H100 or H200.
 """

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8.kernels.triton.launch import launch
-from titan_fp8.kernels.triton.round import load_finite, row_major, store_block_tile
+from titan_fp8.kernels.triton.round import load_tile, row_major, store_block_tile
 from titan_fp8.reference.results import empty_block_dual
 
 
@@ -26,10 +26,7 @@ def cast_block_kernel(
     """One 128×128 tile per program, tiles of one band of rows next to each other."""
     tiles_k = stride_q // 128
     tile_m, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
-    lanes = tl.arange(0, 128)
-    rows, columns = tile_m * 128 + lanes, tile_k * 128 + lanes
-    mask = (rows < M)[:, None] & (columns < K)[None, :]
-    tile = load_finite(x + rows[:, None] * stride_x + columns[None, :], mask, MASKED, HARDWARE)
+    tile = load_tile(x, M, K, stride_x, tile_m, tile_k, MASKED, HARDWARE)
     store_block_tile(tile, q, scale, qt, scale_t, tile_m, tile_k, stride_q, stride_qt, DUAL, E4M3, POW2, HARDWARE)
 
 
@@ -53,6 +50,6 @@ def _launch(x: Tensor, dtype: torch.dtype, pow2: bool, dual: bool) -> tuple[Tens
         cast_block_kernel, (q.numel() // 128**2,),
         x, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t, *x.shape, x.stride(0), q.shape[1], q.shape[0],
         DUAL=dual, MASKED=x.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda,
-        num_warps=8 if pow2 else 16,  # divisions need registers
+        num_warps=4,
     )  # fmt: skip
     return results

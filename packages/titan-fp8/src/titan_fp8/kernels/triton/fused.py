@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_fp8 import reference
 from titan_fp8.kernels.triton.launch import launch
-from titan_fp8.kernels.triton.round import load_finite, round_like, row_major, store_block_tile, widen
+from titan_fp8.kernels.triton.round import load_tile, round_like, row_major, store_block_tile, widen
 from titan_fp8.reference.results import empty_block_dual
 
 _LONGEST_ROW = 16384
@@ -46,7 +46,7 @@ def rmsnorm_cast_kernel(
     lanes = tl.arange(0, 128)
     rows, columns = tile_m * 128 + lanes, tile_k * 128 + lanes
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    tile = load_finite(x + rows[:, None] * stride_x + columns[None, :], mask, MASKED, HARDWARE)
+    tile = load_tile(x, M, K, stride_x, tile_m, tile_k, MASKED, HARDWARE)
     factor = tl.load(rstd + rows, mask=rows < M, other=0.0)
     gain = widen(tl.load(weight + columns, mask=columns < K, other=0.0), HARDWARE)
     tile = round_like(tile * factor[:, None] * gain[None, :], x.dtype.element_ty, HARDWARE)
@@ -89,11 +89,8 @@ def swiglu_cast_kernel(
     """``cast_block_dual(silu(gate) · up)``, one tile per program."""
     tiles_k = stride_q // 128
     tile_m, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
-    lanes = tl.arange(0, 128)
-    rows, columns = tile_m * 128 + lanes, tile_k * 128 + lanes
-    mask = (rows < M)[:, None] & (columns < K)[None, :]
-    g = load_finite(gate + rows[:, None] * stride_gate + columns[None, :], mask, MASKED, HARDWARE)
-    u = load_finite(up + rows[:, None] * stride_up + columns[None, :], mask, MASKED, HARDWARE)
+    g = load_tile(gate, M, K, stride_gate, tile_m, tile_k, MASKED, HARDWARE)
+    u = load_tile(up, M, K, stride_up, tile_m, tile_k, MASKED, HARDWARE)
     tile = round_like(g * tl.sigmoid(g) * u, gate.dtype.element_ty, HARDWARE)
     tile = tl.fma(tile, 0.0, tile)  # the product may have overflowed
     store_block_tile(tile, q, scale, qt, scale_t, tile_m, tile_k, stride_q, stride_qt, True, E4M3, POW2, HARDWARE)
@@ -108,22 +105,17 @@ def swiglu_backward_cast_kernel(
     """``cast_block_dual`` of both gradients of SwiGLU, one tile of each per program."""
     tiles_k = stride_q // 128
     tile_m, tile_k = (tl.program_id(0) // tiles_k).to(tl.int64), (tl.program_id(0) % tiles_k).to(tl.int64)
-    lanes = tl.arange(0, 128)
-    rows, columns = tile_m * 128 + lanes, tile_k * 128 + lanes
-    mask = (rows < M)[:, None] & (columns < K)[None, :]
-    offsets_grad = rows[:, None] * stride_grad + columns[None, :]
-    offsets_gate = rows[:, None] * stride_gate + columns[None, :]
-    h = load_finite(grad + offsets_grad, mask, MASKED, HARDWARE)
-    g = load_finite(gate + offsets_gate, mask, MASKED, HARDWARE)
+    h = load_tile(grad, M, K, stride_grad, tile_m, tile_k, MASKED, HARDWARE)
+    g = load_tile(gate, M, K, stride_gate, tile_m, tile_k, MASKED, HARDWARE)
     dup = round_like(h * (g * tl.sigmoid(g)), up.dtype.element_ty, HARDWARE)
     dup = tl.fma(dup, 0.0, dup)  # the product may have overflowed
     store_block_tile(
         dup, q_up, scale_up, qt_up, scale_t_up, tile_m, tile_k, stride_q, stride_qt, True, E4M3, POW2, HARDWARE
     )
     # Read again, from the cache: three tiles held through the first cast would spill.
-    h = load_finite(grad + offsets_grad, mask, MASKED, HARDWARE)
-    g = load_finite(gate + offsets_gate, mask, MASKED, HARDWARE)
-    u = load_finite(up + rows[:, None] * stride_up + columns[None, :], mask, MASKED, HARDWARE)
+    h = load_tile(grad, M, K, stride_grad, tile_m, tile_k, MASKED, HARDWARE)
+    g = load_tile(gate, M, K, stride_gate, tile_m, tile_k, MASKED, HARDWARE)
+    u = load_tile(up, M, K, stride_up, tile_m, tile_k, MASKED, HARDWARE)
     sigmoid = tl.sigmoid(g)
     dgate = round_like(h * u * (sigmoid * (1.0 + g * (1.0 - sigmoid))), gate.dtype.element_ty, HARDWARE)
     dgate = tl.fma(dgate, 0.0, dgate)
@@ -150,7 +142,7 @@ def rmsnorm_cast_block(
         x, weight, rstd, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
         *x.shape, x.stride(0), q.shape[1], q.shape[0],
         MASKED=x.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda,
-        num_warps=8 if pow2 else 16,
+        num_warps=4,
     )  # fmt: skip
     return *results, rstd
 
@@ -187,7 +179,7 @@ def swiglu_cast_block(
         gate, up, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
         *gate.shape, gate.stride(0), up.stride(0), q.shape[1], q.shape[0],
         MASKED=gate.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=gate.is_cuda,
-        num_warps=16,
+        num_warps=8,
     )  # fmt: skip
     return results
 
@@ -207,6 +199,6 @@ def swiglu_backward_cast_block(
         q_up.view(torch.uint8), scale_up, qt_up.view(torch.uint8), scale_t_up,
         *gate.shape, grad.stride(0), gate.stride(0), up.stride(0), q.shape[1], q.shape[0],
         MASKED=gate.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=gate.is_cuda,
-        num_warps=16,
+        num_warps=8,
     )  # fmt: skip
     return *of_gate, *of_up

@@ -45,11 +45,11 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
     Args:
         kernel: From ``triton.jit``; its run-time arguments come before its compile-time ones.
         programs: The grid, one to three numbers.
-        arguments: The run-time arguments, a tensor first.
+        arguments: The run-time arguments, a tensor or a TMA descriptor first.
         num_warps: Of a program.
         constants: The compile-time arguments.
     """
-    device = device_index(arguments[0])
+    device = device_index(getattr(arguments[0], "base", arguments[0]))
     if device is None:  # the interpreter, whose tensors are on the CPU
         _specialized(kernel, arguments)[programs](*arguments, num_warps=num_warps, **constants)
         return
@@ -62,6 +62,8 @@ def launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, num_warps: i
     for argument in arguments:
         if isinstance(argument, Tensor):
             key += (argument.dtype, argument.data_ptr() % 16)
+        elif hasattr(argument, "block_shape"):
+            key += (argument.base.dtype, *argument.block_shape)
         else:
             key.append(argument)
     key += constants.items()
@@ -83,7 +85,7 @@ def _specialized(kernel: Any, arguments: tuple[Any, ...]) -> Any:
     ones = tuple(
         name for name, value in zip(kernel.arg_names, arguments, strict=False) if type(value) is int and value == 1
     )
-    return _with_numbers(kernel, ones) if ones and isinstance(kernel, triton.JITFunction) else kernel
+    return _with_numbers(kernel, ones) if ones and type(kernel) is triton.JITFunction else kernel
 
 
 @functools.cache

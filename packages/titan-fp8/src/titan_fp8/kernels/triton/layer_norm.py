@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8.kernels.triton.launch import launch
-from titan_fp8.kernels.triton.round import load_finite, round_like, row_major, store_block_tile, widen
+from titan_fp8.kernels.triton.round import load_tile, round_like, row_major, store_block_tile, widen
 from titan_fp8.reference.results import empty_block_dual
 
 
@@ -49,7 +49,7 @@ def layernorm_cast_kernel(
     lanes = tl.arange(0, 128)
     rows, columns = tile_m * 128 + lanes, tile_k * 128 + lanes
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    tile = load_finite(x + rows[:, None] * stride_x + columns[None, :], mask, MASKED, HARDWARE)
+    tile = load_tile(x, M, K, stride_x, tile_m, tile_k, MASKED, HARDWARE)
     centre = tl.load(mean + rows, mask=rows < M, other=0.0)
     factor = tl.load(rstd + rows, mask=rows < M, other=0.0)
     tile = (tile - centre[:, None]) * factor[:, None]
@@ -74,7 +74,7 @@ def gelu_cast_kernel(
     lanes = tl.arange(0, 128)
     rows, columns = tile_m * 128 + lanes, tile_k * 128 + lanes
     mask = (rows < M)[:, None] & (columns < K)[None, :]
-    value = load_finite(x + rows[:, None] * stride_x + columns[None, :], mask, MASKED, HARDWARE)
+    value = load_tile(x, M, K, stride_x, tile_m, tile_k, MASKED, HARDWARE)
     twice = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 sqrt(2 / pi) (x + 0.044715 x^3)
     tile = round_like(value * tl.sigmoid(twice), x.dtype.element_ty, HARDWARE)
     if MASKED:
@@ -101,7 +101,7 @@ def layernorm_cast_block(
         layernorm_cast_kernel, (q.numel() // 128**2,),
         x, gain, shift, mean, rstd, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
         *x.shape, x.stride(0), q.shape[1], q.shape[0], x.shape[0] // gain.shape[0],
-        MASKED=x.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda, num_warps=16,
+        MASKED=x.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda, num_warps=8,
     )  # fmt: skip
     return *results, mean, rstd
 

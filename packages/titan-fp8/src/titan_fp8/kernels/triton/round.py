@@ -30,6 +30,16 @@ def load_finite(pointers, mask, MASKED: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def load_tile(x, M, K, stride, tile_m, tile_k, MASKED: tl.constexpr, HARDWARE: tl.constexpr):
+    """A 128×128 tile of ``x[M, K]`` as `load_finite` gives it; tile numbers are int64."""
+    # Offsets from the tile's corner fit 32 bits: fewer registers.
+    lanes = tl.arange(0, 128)
+    mask = (lanes < (M - tile_m * 128).to(tl.int32))[:, None] & (lanes < (K - tile_k * 128).to(tl.int32))[None, :]
+    x += tile_m * 128 * stride + tile_k * 128
+    return load_finite(x + (lanes[:, None] * stride + lanes[None, :]), mask, MASKED, HARDWARE)
+
+
+@triton.jit
 def widen(x, HARDWARE: tl.constexpr):
     """Float32 of a 16- or 32-bit float."""
     if x.dtype == tl.bfloat16 and not HARDWARE:  # the interpreter misreads bfloat16 subnormals
@@ -122,15 +132,17 @@ def store_block_tile(
         POW2: Power-of-two scales.
         HARDWARE: Hardware conversion.
     """
+    # Offsets from the tile's corner fit 32 bits: fewer registers.
     lanes = tl.arange(0, 128)
-    rows, columns = tile_m * 128 + lanes, tile_k * 128 + lanes
     magnitude = tl.abs(x)
     encode, decode = scales_of(tl.max(magnitude, axis=1), E4M3, POW2)
     codes = to_float8(x * encode[:, None], E4M3, HARDWARE)
-    tl.store(q + rows[:, None] * stride_q + columns[None, :], codes)
-    tl.store(scale + tile_k * stride_qt + rows, decode)
+    q += tile_m * 128 * stride_q + tile_k * 128
+    tl.store(q + (lanes[:, None] * stride_q + lanes[None, :]), codes)
+    tl.store(scale + tile_k * stride_qt + tile_m * 128 + lanes, decode)
     if DUAL:
         encode_t, decode_t = scales_of(tl.max(magnitude, axis=0), E4M3, POW2)
         codes_t = to_float8(x * encode_t[None, :], E4M3, HARDWARE)
-        tl.store(qt + columns[:, None] * stride_qt + rows[None, :], tl.trans(codes_t))
-        tl.store(scale_t + tile_m * stride_q + columns, decode_t)
+        qt += tile_k * 128 * stride_qt + tile_m * 128
+        tl.store(qt + (lanes[:, None] * stride_qt + lanes[None, :]), tl.trans(codes_t))
+        tl.store(scale_t + tile_m * stride_q + tile_k * 128 + lanes, decode_t)

@@ -14,18 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_fp8.kernels.triton.launch import launch
-from titan_fp8.kernels.triton.round import load_finite, scales_of, to_float8
+from titan_fp8.kernels.triton.round import load_tile, scales_of, to_float8
 from titan_fp8.reference.results import empty_weight_block
 
 _FIELDS = 9  # first tile, then: w, q, scale, qt, scale_t addresses, N, K, row stride of w
-
-
-@triton.jit
-def load_weight(w, tile_n, quarter, columns, N, K, stride_w, MASKED: tl.constexpr, HARDWARE: tl.constexpr):
-    """32 rows of a tile."""
-    rows = tile_n * 128 + quarter * 32 + tl.arange(0, 32)
-    mask = (rows < N)[:, None] & (columns < K)[None, :]
-    return load_finite(w + rows[:, None] * stride_w + columns[None, :], mask, MASKED, HARDWARE)
 
 
 @triton.jit
@@ -35,25 +27,20 @@ def cast_weight_tile(
 ):  # fmt: skip
     """One 128×128 tile of one matrix, its scale, and with ``DUAL`` both of the transpose; tile numbers are int64."""
     tiles_n, tiles_k = (N + 127) // 128, (K + 127) // 128
-    columns = tile_k * 128 + tl.arange(0, 128)
-    # A quarter of the tile at a time, read twice, the second time from the cache: with the registers of a whole tile a
-    # multiprocessor holds two programs, with these three or more, whose loads overlap the others' stores.
-    largest = tl.zeros((128,), tl.float32)
-    for quarter in range(4):
-        values = tl.abs(load_weight(w, tile_n, quarter, columns, N, K, stride_w, MASKED, HARDWARE))
-        by_column = tl.max(values, axis=0)
-        largest = tl.where(
-            by_column > largest, by_column, largest
-        )  # NaN, of a column without a finite value, is dropped
-    encode, decode = scales_of(tl.max(largest, axis=0), E4M3, POW2)
+    lanes = tl.arange(0, 128)
+    tile = load_tile(w, N, K, stride_w, tile_n, tile_k, MASKED, HARDWARE)
+    by_column = tl.max(tl.abs(tile), axis=0)
+    largest = tl.max(
+        tl.where(by_column > 0.0, by_column, 0.0), axis=0
+    )  # NaN, of a column of nothing finite, is dropped
+    encode, decode = scales_of(largest, E4M3, POW2)
+    codes = to_float8(tile * encode, E4M3, HARDWARE)
     stride_q, stride_qt = tl.multiple_of(tiles_k * 128, 128), tl.multiple_of(tiles_n * 128, 128)
-    for quarter in range(4):
-        values = load_weight(w, tile_n, quarter, columns, N, K, stride_w, MASKED, HARDWARE)
-        codes = to_float8(values * encode, E4M3, HARDWARE)
-        rows = tile_n * 128 + quarter * 32 + tl.arange(0, 32)
-        tl.store(q + rows[:, None] * stride_q + columns[None, :], codes)
-        if DUAL:
-            tl.store(qt + columns[:, None] * stride_qt + rows[None, :], tl.trans(codes))
+    q += tile_n * 128 * stride_q + tile_k * 128
+    tl.store(q + (lanes[:, None] * stride_q + lanes[None, :]), codes)
+    if DUAL:
+        qt += tile_k * 128 * stride_qt + tile_n * 128
+        tl.store(qt + (lanes[:, None] * stride_qt + lanes[None, :]), tl.trans(codes))
 
     # Scales, each row padded with ones to a multiple of 4: the last tile of a row writes the padding too.
     wide_k, wide_n = (tiles_k + 3) // 4 * 4, (tiles_n + 3) // 4 * 4
@@ -132,7 +119,7 @@ def _launch_one(w: Tensor, q: Tensor, scale: Tensor, qt: Tensor, scale_t: Tensor
         w, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t, rows, columns, columns,
         *(tensor.numel() // experts for tensor in (w, q, scale, scale_t)),
         DUAL=dual, MASKED=bool(rows % 128 or columns % 128), E4M3=q.dtype == torch.float8_e4m3fn, POW2=pow2,
-        HARDWARE=w.is_cuda, num_warps=8,
+        HARDWARE=w.is_cuda, num_warps=4,
     )  # fmt: skip
 
 
@@ -166,7 +153,7 @@ def _launch(weights: list[Tensor], results: list[list[Tensor]], dtype: torch.dty
         on_host.to(device, non_blocking=True), NUM_MATRICES=len(table),
         PADDED_MATRICES=triton.next_power_of_2(len(table)), FIELDS=_FIELDS, INPUT=_TRITON_DTYPE[weights[0].dtype],
         MASKED=any(size % 128 for w in weights for size in w.shape[-2:]),
-        E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=device.type == "cuda", num_warps=8,
+        E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=device.type == "cuda", num_warps=4,
     )  # fmt: skip
 
 
