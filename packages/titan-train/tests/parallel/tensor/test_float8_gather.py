@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from titan_pipeline.runtime import WeightGradEngine
 from titan_testing import run_ranks
-from titan_train.config import ActivationsConfig, Float8Config, load_config
+from titan_train.config import ActivationsConfig, Config, Float8Config, load_config
+from titan_train.inputs import prepare_inputs
 from titan_train.models import Llama, LlamaArgs
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.float8 import convert_to_float8, share_scales
