@@ -120,3 +120,20 @@ def test_peak_memory_is_within_25_percent_of_the_prediction():
     ratios = run_ranks(peaks_over_predictions, 4)[0]
     off = {case: round(ratio, 2) for case, ratio in ratios.items() if not 1 / 1.25 <= ratio <= 1.25}
     assert not off
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_next_layer_reads_the_result_that_attention_keeps(method, dtype):
+    p = plan(seq_len=64, size=1, rank=0, num_heads=4, num_kv_heads=2, head_dim=16, dtype=dtype, method=method)
+    # as projections give them: tokens before heads
+    q, k, v = (torch.randn(1, 64, heads, 16, dtype=dtype, requires_grad=True).transpose(1, 2) for heads in (4, 2, 2))
+    kept = set()
+
+    def keep(t):
+        kept.add(t.untyped_storage().data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        rows = attention(q, k, v, plan=p).transpose(1, 2).flatten(2)
+    assert rows.untyped_storage().data_ptr() in kept

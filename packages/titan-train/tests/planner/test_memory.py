@@ -81,6 +81,16 @@ REHEARSED = {  # a few seconds each
         "qwen3_30b_a3b", 8,
         {"parallel.ep": 8, "compile.enabled": "true", "activations.checkpoint": "selective", "model.args.num_layers": 6},
     ),
+    # attention between two compiled pieces, which keep their inputs
+    "llama, selective, cp": (
+        "llama3_8b", 8,
+        {"parallel.cp": 2, "parallel.tp": 2, "compile.enabled": "true", "activations.checkpoint": "selective",
+         "model.args.num_layers": 6, "model.seq_len": 16384},
+    ),
+    "qwen3, selective, cp": (
+        "qwen3_30b_a3b", 8,
+        {"parallel.cp": 2, "compile.enabled": "true", "activations.checkpoint": "selective", "model.args.num_layers": 6},
+    ),
     # of experts' rows the casts alone
     "qwen3, float8 experts": (
         "qwen3_30b_a3b", 8,

@@ -1,8 +1,13 @@
 """What a microbatch leaves for backward: the closed form against a run on fake tensors, and that against a real run."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
+from titan_testing import run_ranks
 from titan_train.config import ActivationsConfig, load_config
+from titan_train.inputs import prepare_inputs
 from titan_train.launch.validate import decided_by_arguments, validate, validate_arguments
 from titan_train.models import Llama, LlamaArgs, build_model, count_parameters, flops_per_token
 from titan_train.models.common.moe import experts
@@ -13,11 +18,12 @@ from titan_train.planner import Setup
 from titan_train.planner.memory import ranks as estimate
 from titan_train.planner.memory.closed import whole_rank
 from titan_train.planner.memory.kept import block_bytes, tokens_of
-from titan_train.planner.memory.ranks import estimate_ranks
+from titan_train.planner.memory.ranks import estimate_ranks, rehearse
 from titan_train.planner.memory.rehearsed import rehearse_activation_checkpointing
 from titan_train.planner.memory.states import state_bytes
 from titan_train.planner.shapes import find_shape
 from titan_train.planner.translate import setup_of_config
+from titan_train.train.trainer import Trainer
 
 FAMILIES = ("llama3_debug", "gpt_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug")
 EXPERTS = ("qwen3_moe_debug", "deepseek_debug")
@@ -243,3 +249,48 @@ def test_selective_keeps_less_than_nothing_recomputed_and_more_than_all(monkeypa
         (rank,) = ranks_of(monkeypatch, "llama3_debug", 1, {"activations.checkpoint": kind}, closed=False)
         bytes_of[kind] = rank.activations
     assert bytes_of["full"] < bytes_of["selective"] < bytes_of["none"]
+
+
+def kept_by_a_rank(words: list[str]) -> int:
+    """Bytes that the forward of this rank's first micro-batch leaves for backward, parameters left out."""
+    config = load_config("debug", words)
+    with tempfile.TemporaryDirectory() as folder, Trainer(config, Path(folder)) as trainer:
+        (part,) = trainer.model.parts
+        weights = {tuple(p.shape)[::turn] for p in part.parameters() for turn in (1, -1)}
+        forward, held, counted = part.forward, dict[int, torch.Tensor](), list[int]()
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tuple(tensor.shape) not in weights:
+                held[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        def counting(*args, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                output = forward(*args, **kwargs)
+            counted.append(sum(tensor.untyped_storage().nbytes() for tensor in held.values()))
+            return output
+
+        part.forward = counting
+        trainer.fit()
+        return counted[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("checkpoint", ["none", "selective"])
+def test_a_compiled_block_keeps_on_two_ranks_of_a_ring_what_is_rehearsed(checkpoint):
+    real, rehearsed = [], []
+    for layers in (2, 3):
+        given = {
+            "model.name": "qwen3_debug", "model.args.num_layers": layers, "model.seq_len": 1024, "train.dtype": "bf16",
+            "train.steps": 1, "train.global_batch": 2, "train.microbatch": 2, "schedule.warmup_steps": 0, "parallel.cp": 2,
+            "parallel.mode": "fsdp", "context.method": "ring", "launch.nproc": 2, "launch.device": "cpu",
+            "compile.enabled": "true", "compile.backend": "aot_eager_decomp_partition", "activations.checkpoint": checkpoint,
+        }  # fmt: skip
+        words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+        config = load_config("debug", words)
+        prepare_inputs(config, quiet=True)
+        real.append(run_ranks(kept_by_a_rank, 2, words, timeout_s=180)[0])
+        rehearsed.append(rehearse(config, 2)[0].activations)
+    # a real block keeps tables of angles of the whole row besides
+    assert rehearsed[1] - rehearsed[0] == pytest.approx(real[1] - real[0], rel=0.04)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from titan_cp.backends.backend import Backend, Saved
 from titan_cp.backends.merge import add_sinks
-from titan_cp.methods.ring import block_gradients, new_accumulators, sink_gradients_of, widen_saved
+from titan_cp.methods.ring import block_gradients, finished, new_accumulators, sink_gradients_of, widen_saved
 from titan_cp.methods.rows import KeyValues, pack_tokens, token_rows, widen, zero_tokens
 from titan_cp.planning.costs import accumulator_dtype, gathers_by_rank
 from titan_cp.planning.plan import AttentionPlan
@@ -66,7 +66,7 @@ class _AllGather(torch.autograd.Function):
                 backend.forward(q[:, q_heads], kv.k, wide_v, tiles, scale, out[:, q_heads], lse[:, q_heads])
         if sinks is not None:
             add_sinks(out, lse, sinks)
-        out = out[..., : v.shape[-1]].to(q.dtype)
+        out = finished(out, q, v)
         ctx.setup = setup
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out

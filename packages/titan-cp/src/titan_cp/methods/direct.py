@@ -30,6 +30,7 @@ from titan_cp.backends.merge import add_sinks
 from titan_cp.methods.ring import (
     RingSetup,
     block_gradients,
+    finished,
     new_accumulators,
     sink_gradients_of,
     wait_all,
@@ -60,7 +61,7 @@ class _Direct(torch.autograd.Function):
             backend.forward(q, kv.k, widen(kv.v, backend, q.shape[-1]), tiles, scale, out, lse)
         if sinks is not None:
             add_sinks(out, lse, sinks)
-        out = out[..., : v.shape[-1]].to(q.dtype)
+        out = finished(out, q, v)
         ctx.setup = setup
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out

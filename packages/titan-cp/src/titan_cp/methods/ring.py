@@ -88,7 +88,7 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, setup: 
         kv, spare = spare, kv
     if sinks is not None:
         add_sinks(out, lse, sinks)
-    return out[..., : v.shape[-1]].to(q.dtype), lse
+    return finished(out, q, v), lse
 
 
 def _ring_backward(saved: Saved, setup: RingSetup) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,6 +164,18 @@ def new_accumulators(q: Tensor, v: Tensor, backend: Backend) -> tuple[Tensor, Te
     channels = v.shape[-1] if backend.narrow_values else q.shape[-1]
     out = torch.zeros((*q.shape[:-1], channels), dtype=wide, device=q.device)
     return out, torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
+
+
+def finished(out: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    """The result that was accumulated in ``out``, in ``q``'s dtype and in the order of its memory.
+
+    Tokens before heads, as projections give queries: the next layer then reads the tensor that attention keeps, not a copy.
+    """
+    out = out[..., : v.shape[-1]]
+    if q.stride(1) >= q.stride(2):
+        return out.to(q.dtype)
+    batch, heads, tokens, channels = out.shape
+    return q.new_empty(batch, tokens, heads, channels).transpose(1, 2).copy_(out)
 
 
 def _send_on(

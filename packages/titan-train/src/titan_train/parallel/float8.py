@@ -353,7 +353,9 @@ def describe_conversion(
     )
 
 
-_OF_EXPERTS = "half the bytes for backward, 0.85 (blockwise) and 1.1 (rowwise) of bfloat16's time on an H200; float8.skip leaves them out"
+_OF_EXPERTS = (
+    "half the bytes for backward, 0.85 (blockwise) or 1.1 (rowwise) of bfloat16's time on one H200; float8.skip"
+)
 
 
 def conversion_table(report: titan_fp8.ConversionReport) -> str:

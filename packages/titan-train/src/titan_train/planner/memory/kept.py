@@ -93,7 +93,7 @@ def _memo(
     key = (
         name, setup.recompute, setup.mlp_tiles, setup.recompute_modules, setup.recompute_share, setup.early_stop, setup.stack,
         setup.precision, setup.min_speedup, setup.fused_norms,
-        setup.ep > 1, setup.tp, setup.pp > 1, setup.microbatch, setup.seq_len // setup.cp,
+        setup.ep > 1, setup.tp, setup.pp > 1, setup.microbatch, setup.cp > 1, setup.seq_len // setup.cp,
     )  # fmt: skip
     if key not in shape.memo:
         at = tokens_of(setup)
@@ -193,7 +193,13 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     """The block's input, attention's result, and of the products' results each other one that recomputation reads."""
     e, n, r = at.element, at.whole, at.residual
     results = _products(block, dim, at)
+    a = block.attention
+    # context parallelism's exchange cuts a compiled block into pieces, which keep their inputs and begin to count anew
+    pieces = setup.stack == "compile" and setup.cp > 1 and not block.modulation
     needed = list(range(0, len(results), 2))
+    if pieces and a is not None:  # of the products before attention, what norms of queries read
+        second = 4 if a.latent and a.q_lora else 3
+        needed = [0] * bool(a.q_lora or a.qk_norm) + [second, *range(second + 1, len(results), 2)]
     routed = isinstance(block.ffn, ExpertsShape)
     # recomputation that does not stop early reads all; an eager float8 linear saves its input after its product
     if setup.early_stop and not (setup.stack == "eager" and setup.float8):
@@ -201,13 +207,16 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
         if ends_in_product and not block.modulation and len(results) - 1 in needed:
             needed.remove(len(results) - 1)
     kept = e * dim * r + sum(results[i] for i in needed)
-    a = block.attention
     if a is not None:
         heads = share_of(a.heads, at.tp)
         kept += n * heads * (e * (a.head_dim if a.latent else a.v_dim) + _WIDE)  # latent: as wide as keys
         if setup.stack == "compile" and at.tp > 1:  # the scattered sum, and not the partial one
             out = (4 if a.q_lora else 3) if a.latent else 3
             kept += e * dim * r - (results[out] if out in needed else 0)
+        if pieces:  # the input of the projections, before it is gathered too; queries, keys and values
+            kv_heads = share_of(a.kv_heads, at.tp)
+            reads = heads * (2 * a.head_dim + a.v_dim) if a.latent else (heads + 2 * kv_heads) * a.head_dim
+            kept += e * (n * (dim + reads) + r * dim * (at.tp > 1))
     if isinstance(block.ffn, ExpertsShape):
         k = block.ffn.per_token
         kept += r * k * (_INDEX if setup.stack == "compile" else _INDEX + _WIDE)  # which experts, with which scores

@@ -46,7 +46,11 @@ from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, table_for
 from titan_train.planner.memory.closed import RankEstimate, closed_form
 from titan_train.planner.memory.peak import WORKSPACE, MemoryPeak, rank_peak
-from titan_train.planner.memory.rehearsed import BalancedDispatch, rehearse_activation_checkpointing
+from titan_train.planner.memory.rehearsed import (
+    BalancedDispatch,
+    attend_between_pieces,
+    rehearse_activation_checkpointing,
+)
 from titan_train.planner.setup import Setup
 from titan_train.planner.translate import setup_of_config
 from titan_train.task import load_task, task_name
@@ -300,7 +304,7 @@ class RankProgram:
         """Apply recomputation, and compile as the trainer does, but for the code; in place."""
         blocks, compiling = blocks_of(running), _partitioned(self.config.compile)
         activations = replace(self.config.activations, offload=False)
-        if self.experts_group is None:
+        if self.experts_group is None and self.layout.spec.cp == 1:
             compile_blocks(blocks, compiling, activations, whole_graph=False)
         else:
             activations = compile_pieces(running, blocks, compiling, activations)
@@ -316,8 +320,10 @@ class RankProgram:
             rehearse_activation_checkpointing(running, blocks, config.activations)
         plan = fsdp.plan(running, sizes, fsdp_policy(config, self.mode))
         loss = _loss if last else None
-        fused = nullcontext() if config.launch.device == "cpu" or config.compile.enabled else norms_of_a_gpu()
-        with fused:
+        on_gpu = config.launch.device != "cpu"
+        if on_gpu and config.compile.enabled:  # the last norm lies in no compiled block
+            fuse_norms_beside(running, blocks)
+        with norms_of_a_gpu() if on_gpu and not config.compile.enabled else nullcontext():
             return plan.estimate(running, self._inputs(running), loss=loss, in_place=True).activations
 
     def _cut(self, part: nn.Module, *, running: bool = False) -> nn.Module:
@@ -344,6 +350,8 @@ class RankProgram:
             apply_expert_parallel(part, self.experts_group)
             for stack in expert_stacks(part):
                 stack.holder.dispatch = BalancedDispatch(self.experts_group)
+        if running and self.layout.spec.cp > 1:
+            attend_between_pieces(part)
         if running:  # the counts of experts must be where the rows are before a block is compiled
             part.register_forward_pre_hook(_count_beside_rows)
         if head is not None:
@@ -435,6 +443,19 @@ def norms_of_a_gpu() -> Generator[None]:
         yield
     finally:
         F.rms_norm = plain
+
+
+def fuse_norms_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Make norms that lie in none of ``blocks`` keep what a GPU's kernel does; in place."""
+    within = {id(module) for block in blocks for module in block.modules()}
+
+    def fused(inner: Callable[..., Tensor], *args: Any) -> Tensor:
+        with norms_of_a_gpu():
+            return inner(*args)
+
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm) and id(module) not in within:
+            module.forward = functools.partial(fused, module.forward)
 
 
 def _positions(seq_len: int, hidden: Tensor) -> Tensor:

@@ -5,14 +5,18 @@ region shows autograd what it would keep: its arguments, and in selective mode t
 """
 
 import functools
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from titan_train.config import ActivationsConfig
+from titan_train.models.common.attention import CausalAttention
+from titan_train.models.common.delta import DeltaRule
 from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
 from titan_train.parallel.activations.tiles import tiled_modules
 from titan_train.parallel.expert.dispatch import ExpertParallelDispatch
@@ -30,6 +34,13 @@ class BalancedDispatch(ExpertParallelDispatch):
         torch._dynamo.graph_break()  # where the host waits for the numbers
         each = [self._rows // self._group.size()] * self._group.size()
         return each, each
+
+
+def attend_between_pieces(model: nn.Module) -> None:
+    """Keep attention and delta rules out of compiled graphs, as context parallelism's exchange keeps them; in place."""
+    for module in model.modules():
+        if isinstance(module, (CausalAttention, DeltaRule)):
+            module.forward = MethodType(_disable_dynamo(type(module).forward), module)
 
 
 def rehearse_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> None:
