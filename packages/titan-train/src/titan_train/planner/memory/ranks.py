@@ -448,14 +448,14 @@ def norms_of_a_gpu() -> Generator[None]:
 def fuse_norms_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Make norms that lie in none of ``blocks`` keep what a GPU's kernel does; in place."""
     within = {id(module) for block in blocks for module in block.modules()}
+    beside = [module for module in model.modules() if isinstance(module, nn.RMSNorm) and id(module) not in within]
 
     def fused(inner: Callable[..., Tensor], *args: Any) -> Tensor:
         with norms_of_a_gpu():
             return inner(*args)
 
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm) and id(module) not in within:
-            module.forward = functools.partial(fused, module.forward)
+    for norm in cast(list[nn.Module], beside):
+        norm.forward = functools.partial(fused, norm.forward)
 
 
 def _positions(seq_len: int, hidden: Tensor) -> Tensor:
