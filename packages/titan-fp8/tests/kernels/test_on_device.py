@@ -191,6 +191,38 @@ def test_grouped_products_agree_with_the_reference(ends, scaling):
     )
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [128, 384])
+@pytest.mark.parametrize("ends", [(0, 1, 130, 130, 700), (127, 255, 256, 384, 690), (0, 0, 0, 0, 0)], ids=str)
+def test_the_products_for_hopper_are_the_portable_ones_bit_for_bit(monkeypatch, ends, columns, out_dtype):
+    grouped_mm = pytest.importorskip("titan_fp8.kernels.triton.grouped_mm")
+    x, g = torch.randn(700, 512, device="cuda").bfloat16(), torch.randn(700, columns, device="cuda").bfloat16()
+    w, offs = (
+        torch.randn(5, columns, 512, device="cuda").bfloat16(),
+        torch.tensor(ends, dtype=torch.int32, device="cuda"),
+    )
+    if grouped_mm.for_hopper(x) is None:
+        pytest.skip("not a Hopper GPU, or a Triton that was not checked")
+
+    def products():
+        found = []
+        for scaling in ("tensor", "row", "block1x128"):
+            q, scale, xt, xt_scale, padded = ops.cast_grouped(x, offs, scaling=scaling)
+            _, _, gt, gt_scale, _ = ops.cast_grouped(g, offs, E5M2, scaling=scaling)
+            cast = {"tensor": ops.cast_tensor, "row": ops.cast_row}.get(scaling)
+            weight = ops.cast_weight_block(w)[:2] if cast is None else map(torch.stack, zip(*map(cast, w), strict=True))
+            names = scaling, "block128" if cast is None else scaling
+            found.append(grouped_mm.grouped_scaled_mm(q, scale, *weight, offs, *names, out_dtype))
+            found.append(
+                grouped_mm.grouped_scaled_mm_wgrad(gt, gt_scale, xt, xt_scale, padded, "block1x128", out_dtype)
+            )
+        return found
+
+    ours = products()
+    monkeypatch.setattr(grouped_mm, "for_hopper", lambda _: None)
+    _assert_same(ours, products())
+
+
 def test_grouped_ops_never_wait_for_the_device():
     x, w = torch.randn(384, 256, device="cuda").bfloat16(), torch.randn(2, 128, 256, device="cuda").bfloat16()
     offs = torch.tensor([100, 384], dtype=torch.int32, device="cuda")
