@@ -4,6 +4,7 @@ An exported model computes with the library of its format: transformers, onnxrun
 continued by itself, with caches of its own, so that no row is padded.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,17 @@ def _of_steps(exported: Any) -> ServedModel:
 
 
 def _of_transformers(exported: HfModel) -> ServedModel:
+    from titan_train.models.hf.cache import NAMES  # imports transformers
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = exported.module.to(device)
 
+    taken = inspect.signature(model.forward).parameters
+    name = next((name for name in NAMES if name in taken), "past_key_values")
+
     def step(tokens: Tensor, positions: Tensor, caches: Caches) -> tuple[Tensor, Caches]:
-        out = model(input_ids=tokens, past_key_values=caches, use_cache=True)
-        return out.logits.float(), getattr(out, "past_key_values", None)
+        out = model(input_ids=tokens, use_cache=True, **{name: caches})
+        return out.logits.float(), getattr(out, name, None)
 
     config = model.config.get_text_config()
     limit = next((int(found) for name in _POSITIONS if (found := getattr(config, name, None))), None)

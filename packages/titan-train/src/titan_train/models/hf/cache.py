@@ -24,8 +24,8 @@ from titan_train.models.hf.plans import HFPlan
 from titan_train.models.hf.state import has_state
 from titan_train.models.traits import traits_of
 
-_NAMES = ("past_key_values", "cache_params")
-"""What families call the argument for their cache."""
+NAMES = ("cache", "past_key_values", "cache_params")
+"""What families call the argument for their cache: all "cache" since transformers 5.24."""
 
 
 class CountedCache(DynamicCache):
@@ -53,7 +53,7 @@ def new_cache(model: Any) -> CountedCache | None:
     A model whose parameters are sharded computes by the code that shards it. A few families have a cache of another kind.
     """
     taken = inspect.signature(_own_forward(model)).parameters
-    takes_one = any(name in taken for name in _NAMES) and model._supports_default_dynamic_cache()
+    takes_one = any(name in taken for name in NAMES) and model._supports_default_dynamic_cache()
     if not takes_one or _is_cut(model):
         return None
     return CountedCache(model.config)
@@ -87,7 +87,7 @@ def forward_with(model: Any, tokens: Tensor, cache: CountedCache) -> Tensor:
     taken = inspect.signature(forward).parameters
     places = torch.arange(cache.seen, cache.seen + tokens.shape[1], device=tokens.device)
     offered: dict[str, Any] = {
-        **dict.fromkeys(_NAMES, cache), "position_ids": places.expand(tokens.shape[0], -1), "logits_to_keep": 1
+        **dict.fromkeys(NAMES, cache), "position_ids": places.expand(tokens.shape[0], -1), "logits_to_keep": 1
     }  # fmt: skip
     keywords = {name: value for name, value in offered.items() if name in taken}
     logits: Tensor = forward(model, input_ids=tokens, use_cache=True, **keywords).logits
