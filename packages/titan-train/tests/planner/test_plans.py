@@ -122,6 +122,7 @@ def test_a_plan_and_check_agree_within_5_percent(number: int, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # half a minute; experts on busy cores took three
 @pytest.mark.parametrize("number", range(50))
 def test_a_plan_check_and_a_rehearsal_agree_within_5_percent(number: int, tmp_path: Path) -> None:
     agree(number, tmp_path, rehearsed=True)
