@@ -105,9 +105,9 @@ def test_a_family_of_2026_trains_as_in_one_process(folder, single, layout, kinds
     for number, (kind, reference) in enumerate(zip(kinds, single(kinds, settings), strict=True)):
         errors, weights = hf_runs.errors(reference, [of_rank[number] for of_rank in results])
         if kind in (*HYBRID, "gemma4_text"):
-            # gradients within 2e-5: a state is a float32 sum over a document, in chunks that differ under cp, and what it
-            # forgets (A_log) the small rest of large terms; gemma 4 scales no scores down
-            errors = replace(errors, gradient=errors.gradient / 5)
+            # gradients within 3e-5: a state is a float32 sum over a document, in chunks that differ under cp, and what it
+            # forgets (A_log) the small rest of large terms, 2.3e-5 with kernels without vectors; gemma 4 scales no scores down
+            errors = replace(errors, gradient=errors.gradient / 7.5)
         over = failures(errors, float8=False)
         if over or weights > 4e-6:  # four steps of SGD at 0.1 from gradients that differ by 4e-6
             wrong[kind] = over, errors, weights
