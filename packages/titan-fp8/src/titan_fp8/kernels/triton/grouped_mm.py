@@ -156,7 +156,8 @@ def grouped_scaled_mm(
     if out.numel() == 0 or contracted == 0:
         return out.zero_()
     scaling = "block" if scaling_b == "block128" else scaling_b
-    if (hopper := for_hopper(a)) is not None:
+    fits = num_rows * (contracted // _TILE) < 2**31  # it finds a row's scales by 32 bits
+    if fits and (hopper := for_hopper(a)) is not None:
         hopper.grouped_scaled_mm(a, scale_a, b, scale_b, offs, scaling, out)
         return out
     tiles, tiles_n = group_tiles(offs, num_rows), triton.cdiv(num_columns, _TILE)

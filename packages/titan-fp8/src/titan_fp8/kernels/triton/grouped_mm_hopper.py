@@ -319,7 +319,7 @@ def grouped_scaled_mm(
         grouped_mm_kernel, _programs(a),
         TensorDescriptor.from_tensor(a, [128, 128], _CODES), scale_a,
         TensorDescriptor.from_tensor(b.view(-1, contracted), [columns, 128], _CODES), scale_b.contiguous(),
-        tiles, out, num_rows, num_columns, num_experts, tiles.shape[0] - 1, -(-num_columns // columns), contracted // 128,
+        tiles, out, num_rows, num_columns, num_experts, tiles.shape[0] - 1, -(-num_columns // columns), -(-contracted // 128),
         scale_b.shape[-1] if scaling == "block" else 0, scale_b[0].numel() if scale_b.dim() else 0,
         SCALING=scaling, COLUMNS=columns, BANDS=_BANDS, STAGES=4 if out.element_size() == 2 else 3, num_warps=4,
     )  # fmt: skip
