@@ -84,12 +84,12 @@ KERNELS = {
     "row_column_amax": (
         tensor.row_column_amax_kernel,
         {"x": X, "row_amax_bits": BITS, "column_amax_bits": BITS, "M": INT, "K": INT, "stride_x": INT, "tiles_k": INT},
-        {"MASKED": False, "HARDWARE": True}, 8,
+        {"MASKED": False, "HARDWARE": True}, 4,
     ),
     **{
         f"cast_with_amax-{name}": (
             tensor.cast_with_amax_kernel, {"x": X, "amax": SCALE, "amax_t": SCALE, **DUAL, **SIZES, "tiles_k": INT},
-            {"VECTOR": name == "row", "DUAL": True, "MASKED": False, **E4M3}, 8,
+            {"VECTOR": name == "row", "DUAL": True, "MASKED": False, **E4M3}, 4,
         )
         for name in ("tensor", "row")
     },
@@ -176,7 +176,7 @@ KERNELS = {
     "layernorm_cast": (
         layer_norm.layernorm_cast_kernel,
         {"x": X, "gain": X, "shift": X, "mean": SCALE, "rstd": SCALE, **DUAL, **SIZES, "rows_each": INT},
-        {"MASKED": False, **E4M3}, 8,
+        {"MASKED": False, **E4M3}, 4,
     ),
     "gelu_cast": (layer_norm.gelu_cast_kernel, {"x": X, **DUAL, **SIZES}, {"MASKED": False, **E4M3}, 8),
     **{

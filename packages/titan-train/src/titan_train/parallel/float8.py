@@ -354,7 +354,7 @@ def describe_conversion(
 
 
 _OF_EXPERTS = (
-    "half the bytes for backward, 0.85 (blockwise) or 1.1 (rowwise) of bfloat16's time on one H200; float8.skip"
+    "half the bytes for backward, 0.86 (blockwise) or 1.06 (rowwise) of bfloat16's time on one H200; float8.skip"
 )
 
 

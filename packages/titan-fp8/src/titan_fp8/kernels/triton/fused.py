@@ -179,7 +179,7 @@ def swiglu_cast_block(
         gate, up, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
         *gate.shape, gate.stride(0), up.stride(0), q.shape[1], q.shape[0],
         MASKED=gate.shape != q.shape, E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=gate.is_cuda,
-        num_warps=8,
+        num_warps=8 if pow2 else 4,
     )  # fmt: skip
     return results
 

@@ -130,7 +130,7 @@ def cast_row_dual(x: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Te
         launch(
             row_column_amax_kernel, (triton.cdiv(x.shape[0], 128) * triton.cdiv(x.shape[1], 128),),
             x, row_bits, column_bits, *x.shape, x.stride(0), triton.cdiv(x.shape[1], 128),
-            MASKED=bool(x.shape[0] % 128 or x.shape[1] % 128), HARDWARE=x.is_cuda, num_warps=8,
+            MASKED=bool(x.shape[0] % 128 or x.shape[1] % 128), HARDWARE=x.is_cuda, num_warps=4,
         )  # fmt: skip
     return _cast(x, row_bits.view(torch.float32), column_bits.view(torch.float32), dtype, pow2, vector=True, dual=True)
 
@@ -159,6 +159,6 @@ def _cast(
         x, largest, largest_t, q.view(torch.uint8), scale, qt.view(torch.uint8), scale_t,
         *x.shape, x.stride(0), columns, rows, tiles_k,
         VECTOR=vector, DUAL=dual, MASKED=bool(x.shape[0] % 128 or x.shape[1] % 128),
-        E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda, num_warps=8,
+        E4M3=dtype == torch.float8_e4m3fn, POW2=pow2, HARDWARE=x.is_cuda, num_warps=4,
     )  # fmt: skip
     return q, scale, qt, scale_t
