@@ -32,6 +32,8 @@ from titan_fp8.kernels.triton.launch import launch
 _BANDS = 8  # row tiles that share columns of b while those are in the cache
 copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # Triton 3.6
 _CODES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+_SUM = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32]))
+"""How a warpgroup holds ``[64, 128]`` of a product."""
 _SCALES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -59,8 +61,7 @@ def start_barriers(STAGES: gl.constexpr):
 @gluon.jit
 def partial_sum(left, right):
     """``left · rightᵀ`` of ``[64, 128]`` and ``[128, 128]`` codes in shared memory, in float32."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
-    zero = gl.zeros((64, 128), gl.float32, LAYOUT)
+    zero = gl.zeros((64, 128), gl.float32, _SUM)
     return warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
@@ -104,7 +105,6 @@ def multiply_rows(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of `grouped_mm_kernel`: 64 rows of each tile, its columns 128 at a time."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     count = 0
     tiles_m = gl.load(tiles + most_tiles * 4)
     for program in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -112,10 +112,10 @@ def multiply_rows(
         group, row_end = gl.load(tiles + tile_m * 4), gl.load(tiles + tile_m * 4 + 2)
         row_start = gl.load(tiles + tile_m * 4 + 1) + HALF * 64
         expert = gl.minimum(group, E - 1).to(gl.int64)
-        rows = gl.minimum(row_start + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), M - 1)
+        rows = gl.minimum(row_start + gl.arange(0, 64, layout=gl.SliceLayout(1, _SUM)), M - 1)
         scales = scale_b + expert * experts_scale_b
-        left_sum = gl.zeros((64, 128), gl.float32, LAYOUT)
-        right_sum = gl.zeros((64, 128), gl.float32, LAYOUT)
+        left_sum = gl.zeros((64, 128), gl.float32, _SUM)
+        right_sum = gl.zeros((64, 128), gl.float32, _SUM)
         if SCALING == "block":
             # Loaded one block ahead: from the L2 cache a load takes longer than a partial sum.
             row_scales = scale_a + rows
@@ -144,7 +144,7 @@ def multiply_rows(
             count += 1
         first_column = tile_n * COLUMNS
         if SCALING == "row":
-            columns = first_column + gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
+            columns = first_column + gl.arange(0, 128, layout=gl.SliceLayout(0, _SUM))
             row_scale = gl.load(scale_a + rows)
             left_sum *= row_scale[:, None] * gl.load(scales + columns, mask=columns < N, other=0.0)[None, :]
             if COLUMNS == 256:
@@ -164,26 +164,13 @@ def grouped_mm_kernel(
     a, scale_a, b, scale_b, tiles, out, M, N, E, most_tiles, tiles_n, k_blocks, stride_scale_b, experts_scale_b,
     SCALING: gl.constexpr, COLUMNS: gl.constexpr, BANDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 rows and ``COLUMNS`` columns of ``out[M, N]``.
+    """Tiles of 128 rows and ``COLUMNS`` (128 or 256) columns of ``out[M, N]``.
+
+    Arguments as of `grouped_mm.grouped_mm_kernel`, but that ``b`` has blocks of ``COLUMNS``×128, and those it has not:
 
     Args:
-        a: TMA descriptor of ``[M, K]``, blocks of 128×128.
-        scale_a: ``SCALING`` "block": ``[M, K/128]`` by columns; "row": ``[M]``; "tensor": one.
-        b: TMA descriptor of ``[E·N, K]``, blocks of ``COLUMNS``×128.
-        scale_b: "block": ``[E, N/128, L4]``; "row": ``[E, N]``; "tensor": one, or one per expert.
-        tiles: From `group_tiles`.
-        out: ``[M, N]``.
-        M: Rows.
-        N: Output columns.
-        E: Experts.
         most_tiles: Rows of ``tiles`` but its last.
-        tiles_n: ``ceil(N / COLUMNS)``.
-        k_blocks: ``K / 128``.
-        stride_scale_b: L4.
-        experts_scale_b: Distance between experts' scales.
-        SCALING: See ``scale_a``.
-        COLUMNS: 128 or 256.
-        BANDS: Row tiles per band.
+        k_blocks: ``ceil(K / 128)``.
         STAGES: Blocks of a tile in shared memory.
     """
     a_stages = gl.allocate_shared_memory(a.dtype, [STAGES, 128, 128], a.layout)
@@ -191,6 +178,7 @@ def grouped_mm_kernel(
     full, empty = start_barriers(STAGES)
     LEFT: gl.constexpr = 0
     RIGHT: gl.constexpr = 1
+    # last: warps of the second and the third function and registers of a thread there; the first has four warps, and the rest
     gl.warp_specialize([
         (multiply_rows, (
             a_stages, b_stages, full, empty, scale_a, scale_b, tiles, out, M, N, E, most_tiles, tiles_n, k_blocks,
@@ -241,15 +229,14 @@ def multiply_tokens(
     HALF: gl.constexpr, BANDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup of `grouped_wgrad_kernel`: 64 rows of each tile."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     count = 0
     for program in range(gl.program_id(0), E * tiles_n * tiles_k, gl.num_programs(0)):
         expert = program // (tiles_n * tiles_k)
         tile_n, tile_k = place(program % (tiles_n * tiles_k), tiles_n, tiles_k, BANDS)
         start, end = tokens_of(offs_padded, expert)
         first_row = tile_n * 128 + HALF * 64
-        row_scales = scale_a + gl.minimum(first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), N - 1)
-        total = gl.zeros((64, 128), gl.float32, LAYOUT)
+        row_scales = scale_a + gl.minimum(first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, _SUM)), N - 1)
+        total = gl.zeros((64, 128), gl.float32, _SUM)
         last = gl.maximum(end - 1, 0)
         next_row = gl.load(row_scales + gl.minimum(start, last).to(gl.int64) * N)
         for block in range(start, end):
@@ -258,7 +245,7 @@ def multiply_tokens(
             next_row = gl.load(row_scales + gl.minimum(block + 1, last).to(gl.int64) * N)
             mbarrier.wait(full.index(stage), (count // STAGES) & 1)
             running = partial_sum(a_stages.index(stage).slice(HALF * 64, 64), b_stages.index(stage))
-            column_scale = scale_stages.index(stage).load(LAYOUT)
+            column_scale = scale_stages.index(stage).load(_SUM)
             partial = warpgroup_mma_wait(0, deps=[running])
             mbarrier.arrive(empty.index(stage))
             total += partial * row_scale[:, None] * column_scale
@@ -272,18 +259,11 @@ def grouped_wgrad_kernel(
 ):  # fmt: skip
     """128×128 tiles of every expert's ``out[N, K]``: ``a[N, Mp]`` times ``b[K, Mp]`` over its tokens.
 
+    Arguments as of `grouped_mm.grouped_wgrad_kernel`, but that ``scale_b`` is a TMA descriptor of ``[Mp/128, K]``, blocks of
+    1×128, and those it has not:
+
     Args:
-        a: TMA descriptor of ``[N, Mp]``, blocks of 128×128.
-        scale_a: ``[N, Mp/128]`` stored by columns.
-        b: TMA descriptor of ``[K, Mp]``, blocks of 128×128.
-        scale_b: TMA descriptor of ``[Mp/128, K]``, blocks of 1×128.
-        offs_padded: Group ends, multiples of 128.
-        out: ``[E, N, K]``.
-        N: Rows of a gradient.
-        K: Columns of a gradient.
         E: Experts.
-        tiles_n: ``ceil(N / 128)``.
-        tiles_k: ``ceil(K / 128)``.
         BANDS: Row tiles per band.
         STAGES: Blocks of a tile in shared memory.
     """
@@ -293,6 +273,7 @@ def grouped_wgrad_kernel(
     full, empty = start_barriers(STAGES)
     LEFT: gl.constexpr = 0
     RIGHT: gl.constexpr = 1
+    # last: warps of the second and the third function and registers of a thread there; the first has four warps, and the rest
     gl.warp_specialize([
         (multiply_tokens, (
             a_stages, b_stages, scale_stages, full, empty, scale_a, offs_padded, out, N, K, E, tiles_n, tiles_k,

@@ -197,9 +197,9 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     # context parallelism's exchange cuts a compiled block into pieces, which keep their inputs and begin to count anew
     pieces = setup.stack == "compile" and setup.cp > 1 and not block.modulation
     needed = list(range(0, len(results), 2))
+    out = 4 if a is not None and a.latent and a.q_lora else 3  # the product of attention's result
     if pieces and a is not None:  # of the products before attention, what norms of queries read
-        second = 4 if a.latent and a.q_lora else 3
-        needed = [0] * bool(a.q_lora or a.qk_norm) + [second, *range(second + 1, len(results), 2)]
+        needed = [0] * bool(a.q_lora or a.qk_norm) + [out, *range(out + 1, len(results), 2)]
     routed = isinstance(block.ffn, ExpertsShape)
     # recomputation that does not stop early reads all; an eager float8 linear saves its input after its product
     if setup.early_stop and not (setup.stack == "eager" and setup.float8):
@@ -211,7 +211,6 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
         heads = share_of(a.heads, at.tp)
         kept += n * heads * (e * (a.head_dim if a.latent else a.v_dim) + _WIDE)  # latent: as wide as keys
         if setup.stack == "compile" and at.tp > 1:  # the scattered sum, and not the partial one
-            out = (4 if a.q_lora else 3) if a.latent else 3
             kept += e * dim * r - (results[out] if out in needed else 0)
         if pieces:  # the input of the projections, before it is gathered too; queries, keys and values
             kv_heads = share_of(a.kv_heads, at.tp)
