@@ -10,6 +10,8 @@ from titan_train.config import parse_config
 from titan_train.train import Trainer
 
 FLOAT8 = {"float8": {"recipe": "blockwise", "min_speedup": 0.0}}
+# one row at a time: the weight gradient's scales stand for blocks of 128 tokens, so other micro-batches round otherwise
+ROWS = {"train": {"microbatch": 1}}
 COMPILED = {"compile": {"enabled": True, "backend": "aot_eager"}}
 LAYOUTS = {
     "compiled": (1, COMPILED),
@@ -20,11 +22,11 @@ LAYOUTS = {
     "float8 fsdp": (2, FLOAT8),
     "float8 tp": (2, joined(FLOAT8, {"parallel": {"tp": 2, "sequence_parallel": False}})),
     "float8 cp": (2, joined(FLOAT8, {"parallel": {"cp": 2}})),
-    "float8 pp": (2, joined(FLOAT8, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb_h1"}})),
+    "float8 pp": (2, joined(FLOAT8, ROWS, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zb_h1"}})),
     "float8 compiled": (1, joined(FLOAT8, COMPILED)),
     "float8 compiled fsdp": (2, joined(FLOAT8, COMPILED)),
     "float8 compiled tp": (2, joined(FLOAT8, COMPILED, {"parallel": {"tp": 2, "sequence_parallel": False}})),
-    "float8 compiled pp": (2, joined(FLOAT8, COMPILED, {"parallel": {"pp": 2}})),
+    "float8 compiled pp": (2, joined(FLOAT8, ROWS, COMPILED, {"parallel": {"pp": 2}})),
     "float8 compiled full": (1, joined(FLOAT8, COMPILED, {"activations": {"checkpoint": "full"}})),
     "float8 compiled selective": (1, joined(FLOAT8, COMPILED, {"activations": {"checkpoint": "selective"}})),
     "float8 full": (1, joined(FLOAT8, {"activations": {"checkpoint": "full"}})),
@@ -40,15 +42,16 @@ BASE = joined(TINY, EVEN, {"model": {"args": WIDE, "seq_len": 20}})
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """One process, plain and in float8."""
+    """One process: plain, in float8, and in float8 with one row at a time."""
     folder = tmp_path_factory.mktemp("one")
     made = {}
 
-    def alone(float8):
-        if float8 not in made:
-            sections = joined(BASE, FLOAT8) if float8 else BASE
-            made[float8] = run_ranks(run, 1, folder, f"one{float8}", sections, timeout_s=170)[0]
-        return made[float8]
+    def alone(float8, by_row=False):
+        key = f"one_{float8}_{by_row}"
+        if key not in made:
+            sections = joined(BASE, FLOAT8 if float8 else {}, ROWS if by_row else {})
+            made[key] = run_ranks(run, 1, folder, key, sections, timeout_s=170)[0]
+        return made[key]
 
     return alone
 
@@ -57,9 +60,13 @@ def single(tmp_path_factory):
 def test_a_compiled_or_float8_layout_is_that_of_one_process(name, single, tmp_path):
     ranks, sections = LAYOUTS[name]
     results = run_ranks(run, ranks, tmp_path, "many", joined(BASE, sections), timeout_s=170)
-    errors = compare(single("float8" in name), results)
+    by_row = sections.get("train") == ROWS["train"]
+    errors = compare(single("float8" in name, by_row), results)
     # the limits of text models, derived there
     assert not failures(errors, float8="float8" in name), errors
+    if by_row and "compile" not in sections:  # the same casts: only the order of float32 sums is another
+        assert errors.norm <= 2e-6, errors
+        assert errors.gradient <= 4e-6, errors
 
 
 def test_float8_stays_close_to_float32(single):
