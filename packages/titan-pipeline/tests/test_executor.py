@@ -32,7 +32,7 @@ WIDTH, VOCABULARY = 8, 11
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Ranks run with one thread; so does the reference, since a kernel may sum in another order on two."""
+    """One thread in the reference and in every rank: a kernel may sum in another order on two."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -201,6 +201,7 @@ def test_gradients_and_evaluation_are_bit_equal_to_one_process_for_every_family(
 
 
 def _gloo_rank(texts, shape, make):
+    torch.set_num_threads(1)
     transport = make()
     results = []
     for text in texts:
@@ -302,6 +303,7 @@ def test_a_failing_rank_is_named_everywhere_and_the_next_step_works(name, culpri
 
 
 def _failing_process(text, make, culprit, at):
+    torch.set_num_threads(1)
     schedule = Schedule.from_text(text)
     inputs, targets = batch(8, "ragged")
     layers = build_layers(schedule.num_stages)

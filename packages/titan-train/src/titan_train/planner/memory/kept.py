@@ -62,10 +62,14 @@ def _speedup(tokens: int, inputs: int, outputs: int, recipe: str, stack: str) ->
 
 
 def kept_bytes(shape: ModelShape, setup: Setup) -> float:
-    """Bytes of one microbatch on one rank, for all blocks."""
+    """Bytes of one microbatch on one rank, for all blocks; of a DiT also those of its last layer."""
     if shape.kept is not None and not setup.te:
         return shape.num_layers * shape.kept(setup)
-    return _memo(shape, setup, "kept", lambda block, at: block.count * block_bytes(block, shape.dim, setup, at), sum)
+    blocks = _memo(shape, setup, "kept", lambda block, at: block.count * block_bytes(block, shape.dim, setup, at), sum)
+    if not any(block.modulation for block in shape.blocks):
+        return blocks
+    at = tokens_of(setup)
+    return blocks + 3 * at.element * at.whole * shape.dim  # its input, normalized, modulated
 
 
 def working_bytes(shape: ModelShape, setup: Setup) -> float:
@@ -103,6 +107,8 @@ def _memo(
 
 def block_bytes(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     """Bytes that one block of this recomputation keeps, by its program."""
+    if block.modulation:  # tensor parallelism does not split its tokens
+        at = replace(at, sequence_parallel=False)
     if setup.recompute == "full":
         share = setup.recompute_share
         return share * at.element * dim * at.residual + (1 - share) * _everything(block, dim, setup, at)
@@ -137,6 +143,8 @@ def _everything(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
         and f is not None
         and not (block.carried or block.modulation or block.attention.gated)
     )
+    if block.modulation and block.attention is not None and isinstance(f, FeedForwardShape):
+        return _modulated(block, block.attention, f, dim, setup, at)
     if plain and not setup.recompute_modules and not block.attention.cross_tokens:  # pyright: ignore[reportOptionalMemberAccess]
         if setup.stack == "compile" and not (isinstance(f, ExpertsShape) and f.latent_dim):
             return _compiled(block, dim, at)
@@ -183,6 +191,45 @@ def _compiled(block: Block, dim: int, at: RankTokens) -> float:
     return total
 
 
+def _modulated(block: Block, a: AttentionWidths, f: FeedForwardShape, dim: int, setup: Setup, at: RankTokens) -> float:
+    """A DiT block. Its gates keep what they multiply, and projections of two streams a copy of each one's tokens."""
+    heads, e, double, eager = a.heads * a.head_dim, at.element, not _is_single(block, dim), setup.stack == "eager"
+    at = replace(at, float8=1 if at.float8 else 0)
+    readers = [(heads, heads, heads), (f.hidden,)] if double else [(heads, heads, heads, f.hidden)]
+    norms = [at.kept_input(dim, *outputs) for outputs in readers]
+    whole = e * 2.0 + sum(norms)  # the block's input, and what its last gate multiplies
+    if double:  # what the first gate multiplies; the sum between the branches, which a compiled block forms again
+        whole += e * (1 + eager)
+    cut = double and at.rows > 1  # of one sample, a stream's tokens are a view of both streams'
+    if eager and not at.casting_norms:
+        whole += e * (len(norms) + 2 * (cut and not at.float8))  # before modulation; joined and cut again
+    out = at.kept_input(heads, dim) if cut else at.kept_beside(heads, dim)
+    of_heads = e * 6.0 + out  # queries and keys before their norms and after rotation, values, the result
+    of_hidden = e + at.kept_input(f.hidden, dim)
+    statistics = _WIDE * (2 * len(norms) + 3 * a.heads / at.tp)
+    return at.whole * (whole * dim + (of_heads * heads + of_hidden * f.hidden) / at.tp + statistics)
+
+
+def _modulated_selective(
+    block: Block, a: AttentionWidths, f: FeedForwardShape, dim: int, setup: Setup, at: RankTokens
+) -> float:
+    """Of a DiT block's products keys, the feed-forward's first, and the last one where two branches meet in it. Compiled, sums
+    over ranks instead of partial ones; under context parallelism what attention reads, and the sums that follow it.
+    """
+    heads, double, compiled = a.heads * a.head_dim / at.tp, not _is_single(block, dim), setup.stack == "compile"
+    width = (1 if double else 2) * dim + 2 * heads + f.hidden / at.tp
+    if compiled and setup.cp > 1:
+        width += 3 * heads + (1 + double + (double and at.tp > 1)) * dim
+    elif compiled and at.tp > 1 and double:
+        width += 2 * dim
+    return at.whole * (at.element * width + _WIDE * a.heads / at.tp)
+
+
+def _is_single(block: Block, dim: int) -> bool:
+    """Of DiT blocks: attention and feed-forward stand beside each other on one stream."""
+    return block.modulation < 6 * dim * dim
+
+
 def _of_feed_forward(hidden: int, matrices: int, dim: int, at: RankTokens) -> float:
     """Bytes of each token: input, results of the products before the last, and its input."""
     inner = 0 if at.tiles > 1 else at.element * (matrices - 1) + at.kept_input(hidden, dim)
@@ -192,10 +239,12 @@ def _of_feed_forward(hidden: int, matrices: int, dim: int, at: RankTokens) -> fl
 def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     """The block's input, attention's result, and of the products' results each other one that recomputation reads."""
     e, n, r = at.element, at.whole, at.residual
+    a, f = block.attention, block.ffn
+    if block.modulation and a is not None and isinstance(f, FeedForwardShape):
+        return _modulated_selective(block, a, f, dim, setup, at)
     results = _products(block, dim, at)
-    a = block.attention
     # context parallelism's exchange cuts a compiled block into pieces, which keep their inputs and begin to count anew
-    pieces = setup.stack == "compile" and setup.cp > 1 and not block.modulation
+    pieces = setup.stack == "compile" and setup.cp > 1
     needed = list(range(0, len(results), 2))
     out = 4 if a is not None and a.latent and a.q_lora else 3  # the product of attention's result
     if pieces and a is not None:  # of the products before attention, what norms of queries read
@@ -204,7 +253,7 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     # recomputation that does not stop early reads all; an eager float8 linear saves its input after its product
     if setup.early_stop and not (setup.stack == "eager" and setup.float8):
         ends_in_product = not routed or block.ffn.shared_hidden  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        if ends_in_product and not block.modulation and len(results) - 1 in needed:
+        if ends_in_product and len(results) - 1 in needed:
             needed.remove(len(results) - 1)
     kept = e * dim * r + sum(results[i] for i in needed)
     if a is not None:
@@ -230,8 +279,6 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
 def _products(block: Block, dim: int, at: RankTokens) -> list[float]:
     """Bytes of each product's result on one rank, in the order of forward."""
     a, f, n, r, e = block.attention, block.ffn, at.whole, at.residual, at.element
-    if block.modulation and a is not None and isinstance(f, FeedForwardShape):
-        return [e * n * width / at.tp for width in _modulated_products(block, a.heads * a.head_dim, dim, f.hidden)]
     out: list[float] = []
     if a is not None:
         heads, kv_heads = share_of(a.heads, at.tp), share_of(a.kv_heads, at.tp)
@@ -251,19 +298,11 @@ def _products(block: Block, dim: int, at: RankTokens) -> list[float]:
     return out
 
 
-def _modulated_products(block: Block, heads: int, dim: int, hidden: int) -> list[int]:
-    """Of a DiT block, for an image token: the modulation comes first, once a sample, and text's products take turns."""
-    if block.modulation < 6 * dim * dim:  # one stream
-        return [0, heads, heads, heads, dim, hidden, dim]
-    return [0, 0, 0, 0, 0, heads, heads, heads, 0, dim, 0, 0, hidden, dim]
-
-
 def _estimated(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     """Bytes for each token, before tensor parallelism cuts them. Of recomputed modules the input alone is kept."""
     modules = set(setup.recompute_modules)
     inputs = _FLOAT8_INPUTS if setup.float8 and setup.te else 1.0
-    single = block.modulation and block.modulation < 6 * dim * dim and setup.stack == "compile"
-    halves = 1 if single else min(block.norms, 2) or 2
+    halves = min(block.norms, 2) or 2
     kept = 2.0 * dim * halves  # inputs of the norms
     if "layernorm" not in modules:
         kept += 2.0 * dim * halves * inputs
@@ -283,8 +322,6 @@ def _estimated(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
         kept += _experts(replace(block.ffn, shared_hidden=shared), dim, inputs, modules, returned=not setup.te)
     if setup.stack == "eager" and block.norms <= 2:
         kept += _float32_copies(block, dim, halves)
-    if block.modulation:  # what the gates are multiplied with
-        kept += 2.0 * dim * (1 if setup.stack == "compile" else halves)
     if setup.stack == "compile":
         kept += _compiled_extras(block, dim, halves)
     return kept

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from titan_train.config import ActivationsConfig
 from titan_train.models.common.attention import CausalAttention
 from titan_train.models.common.delta import DeltaRule
+from titan_train.models.flux.blocks import FullAttention
 from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
 from titan_train.parallel.activations.tiles import tiled_modules
 from titan_train.parallel.expert.dispatch import ExpertParallelDispatch
@@ -39,7 +40,7 @@ class BalancedDispatch(ExpertParallelDispatch):
 def attend_between_pieces(model: nn.Module) -> None:
     """Keep attention and delta rules out of compiled graphs, as context parallelism's exchange keeps them; in place."""
     for module in model.modules():
-        if isinstance(module, (CausalAttention, DeltaRule)):
+        if isinstance(module, (CausalAttention, DeltaRule, FullAttention)):
             module.forward = MethodType(_disable_dynamo(type(module).forward), module)
 
 
