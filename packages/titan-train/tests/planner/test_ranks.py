@@ -277,14 +277,15 @@ def kept_by_a_rank(words: list[str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize("checkpoint", ["none", "selective"])
-def test_a_compiled_block_keeps_on_two_ranks_of_a_ring_what_is_rehearsed(checkpoint):
+def test_a_compiled_block_keeps_on_two_ranks_of_a_context_what_is_rehearsed(checkpoint, method):
     real, rehearsed = [], []
     for layers in (2, 3):
         given = {
             "model.name": "qwen3_debug", "model.args.num_layers": layers, "model.seq_len": 1024, "train.dtype": "bf16",
             "train.steps": 1, "train.global_batch": 2, "train.microbatch": 2, "schedule.warmup_steps": 0, "parallel.cp": 2,
-            "parallel.mode": "fsdp", "context.method": "ring", "launch.nproc": 2, "launch.device": "cpu",
+            "parallel.mode": "fsdp", "context.method": method, "launch.nproc": 2, "launch.device": "cpu",
             "compile.enabled": "true", "compile.backend": "aot_eager_decomp_partition", "activations.checkpoint": checkpoint,
         }  # fmt: skip
         words = [word for key, value in given.items() for word in (f"--{key}", str(value))]

@@ -56,7 +56,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         stack="compile" if config.compile.enabled else "eager",
         fused_norms=config.launch.device != "cpu",
         async_tp=p.async_tp,
-        cp_method={"auto": "ring", "usp": "ulysses"}.get(config.context.method, config.context.method),  # type: ignore[arg-type]
+        cp_method=_cp_method(config),  # type: ignore[arg-type]
         loss="chunked" if config.train.fused_loss else "compiled" if config.compile.enabled else "eager",
         offload_activations=1.0 if config.activations.offload else 0.0,
         offload_optimizer=1.0 if p.offload != "none" else 0.0,
@@ -65,6 +65,12 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         states=config.optimizer.states,
         grad_bytes=4 if p.reduce_dtype == "fp32" else 2,
     )
+
+
+def _cp_method(config: Config) -> str:
+    """What ``auto`` chooses in most layouts: a ring where attention is causal, else an exchange of heads."""
+    auto = "ulysses" if is_diffusion(config.model.name) else "ring"
+    return {"auto": auto, "usp": "ulysses"}.get(config.context.method, config.context.method)
 
 
 def _precision(config: Config) -> str:

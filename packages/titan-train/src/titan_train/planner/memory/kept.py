@@ -97,7 +97,7 @@ def _memo(
     key = (
         name, setup.recompute, setup.mlp_tiles, setup.recompute_modules, setup.recompute_share, setup.early_stop, setup.stack,
         setup.precision, setup.min_speedup, setup.fused_norms,
-        setup.ep > 1, setup.tp, setup.pp > 1, setup.microbatch, setup.cp > 1, setup.seq_len // setup.cp,
+        setup.ep > 1, setup.tp, setup.pp > 1, setup.microbatch, setup.cp > 1 and setup.cp_method, setup.seq_len // setup.cp,
     )  # fmt: skip
     if key not in shape.memo:
         at = tokens_of(setup)
@@ -113,8 +113,15 @@ def block_bytes(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
         share = setup.recompute_share
         return share * at.element * dim * at.residual + (1 - share) * _everything(block, dim, setup, at)
     if setup.recompute == "selective":
-        return _selective(block, dim, setup, at)
+        return _selective(block, dim, setup, at) + (_exchanged(block, setup, at) if setup.stack == "compile" else 0)
     return _everything(block, dim, setup, at)
+
+
+def _exchanged(block: Block, setup: Setup, at: RankTokens) -> float:
+    """Under Ulysses attention keeps its result by heads, and the product after it the same by tokens."""
+    if block.attention is None or setup.cp == 1 or setup.cp_method != "ulysses":
+        return 0.0
+    return at.whole * at.element * share_of(block.attention.heads, at.tp) * block.attention.v_dim
 
 
 def _recomputed(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
@@ -137,6 +144,10 @@ def _of_a_tile(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
 
 def _everything(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     """Bytes of a block that recomputes nothing, or modules of Megatron's."""
+    return _of_program(block, dim, setup, at) + _exchanged(block, setup, at)
+
+
+def _of_program(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     f = block.ffn
     plain = (
         block.attention is not None

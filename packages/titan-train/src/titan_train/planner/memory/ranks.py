@@ -351,7 +351,7 @@ class RankProgram:
             for stack in expert_stacks(part):
                 stack.holder.dispatch = BalancedDispatch(self.experts_group)
         if running and self.layout.spec.cp > 1:
-            attend_between_pieces(part)
+            attend_between_pieces(part, copies=self._setup().cp_method == "ulysses")
         if running:  # the counts of experts must be where the rows are before a block is compiled
             part.register_forward_pre_hook(_count_beside_rows)
         if head is not None:

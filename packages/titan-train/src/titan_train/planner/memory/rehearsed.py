@@ -37,11 +37,21 @@ class BalancedDispatch(ExpertParallelDispatch):
         return each, each
 
 
-def attend_between_pieces(model: nn.Module) -> None:
-    """Keep attention and delta rules out of compiled graphs, as context parallelism's exchange keeps them; in place."""
+def attend_between_pieces(model: nn.Module, *, copies: bool) -> None:
+    """Keep attention and delta rules out of compiled graphs, as context parallelism's exchange keeps them; in place.
+
+    Args:
+        model: Any of the shipped families.
+        copies: Attention's result is exchanged too (Ulysses): what the next layer reads is another tensor.
+    """
     for module in model.modules():
         if isinstance(module, (CausalAttention, DeltaRule, FullAttention)):
-            module.forward = MethodType(_disable_dynamo(type(module).forward), module)
+            attend = _exchanged if copies and not isinstance(module, DeltaRule) else type(module).forward
+            module.forward = MethodType(_disable_dynamo(attend), module)
+
+
+def _exchanged(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    return type(module).forward(module, *args, **kwargs).clone()
 
 
 def rehearse_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> None:
