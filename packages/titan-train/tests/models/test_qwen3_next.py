@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from titan_ckpt import import_hf
-from titan_train.config import Float8Config
+from titan_train.config import ActivationsConfig, Float8Config
 from titan_train.config.model import ModelConfig
 from titan_train.generation import generate
 from titan_train.models import Qwen3Next, Qwen3NextArgs, build_model, init_for
-from titan_train.models.common.delta import GatedDeltaNet, _Recomputed
+from titan_train.models.common.delta import GatedDeltaNet
+from titan_train.models.common.recomputed import recomputed
 from titan_train.models.qwen3_next.hf import QWEN3_NEXT_HF, args_from_hf, config_of, key_map, settings_of
+from titan_train.parallel.activations.recompute import KeepCostly, apply_activation_checkpointing
 from titan_train.parallel.float8 import convert_to_float8
 from torch import Tensor, nn
 
@@ -144,9 +146,61 @@ def test_backward_keeps_of_a_state_layer_what_its_projections_gave() -> None:
     )
 
 
+def test_a_compiled_block_is_as_large_for_a_long_row_as_for_a_short_one() -> None:
+    """The chunks of a state layer are in no graph, which would unroll them."""
+    nodes: list[int] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        nodes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    model, by_length = make(**DENSE).double(), []
+    for length in (64, 512):
+        tokens = torch.randint(97, (1, length), generator=torch.Generator().manual_seed(1))
+        want, got = [], []
+        for found, compiled in ((want, False), (got, True)):
+            torch._dynamo.reset()
+            for block in model.layers.values():
+                block._compiled_call_impl = None
+                if compiled:
+                    block.compile(backend=count)
+            model.zero_grad()
+            logits = model(tokens)
+            logits.square().mean().backward()
+            found += [logits, *(p.grad for p in model.parameters())]
+        assert torch.equal(want[0], got[0])
+        for a, b in zip(want[1:], got[1:], strict=True):
+            # a residual stream's gradients are added in another order
+            assert (a - b).abs().max() <= 1e-12 * a.abs().max()
+        by_length.append(sum(nodes))
+        nodes.clear()
+    assert by_length[0] == by_length[1]
+
+
+def test_selective_recomputation_keeps_nothing_of_what_runs_again() -> None:
+    """A chunk's products are many times as large as the projections, which are kept."""
+    model = make(**DENSE)
+    block = next(iter(model.layers.values()))
+    apply_activation_checkpointing(block, [block], ActivationsConfig(checkpoint="selective"))
+    kept: list[int] = []
+    own = KeepCostly.__exit__
+
+    def look(self: Any, *exc: Any) -> None:
+        own(self, *exc)
+        kept.append(sum(t.untyped_storage().nbytes() for t in self.kept_tensors()))
+
+    tokens = torch.randint(97, (1, 512))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KeepCostly, "__exit__", look)
+        model(tokens)
+    delta, width = block.delta, model.args.dim
+    most = delta.wqkvz.out_features + delta.wba.out_features + 2 * width + 2 * DENSE["ffn_dim"]
+    assert 0 < kept[0] <= 4 * 512 * most
+
+
 def test_a_state_layer_gives_all_gradients_at_once_where_a_pipeline_would_take_them_apart() -> None:
     x, weight = torch.randn(3, requires_grad=True), nn.Parameter(torch.randn(3))
-    out = _Recomputed.apply(torch.mul, x, weight)
+    out = recomputed(torch.mul, x, weight)
     out.grad_fn.needs_input_grad = (False, True, False)  # titan-pipeline strikes a parameter for the first half
     out.sum().backward()
     assert torch.equal(weight.grad, x)  # FSDP may have freed it before the second

@@ -94,6 +94,14 @@ REHEARSED = {  # a few seconds each
         "qwen3_30b_a3b", 8,
         {"parallel.cp": 2, "compile.enabled": "true", "activations.checkpoint": "selective", "model.args.num_layers": 6},
     ),
+    # state layers, which stand between two compiled pieces and keep what enters them
+    "hybrid": ("qwen3_next_80b_a3b", 8, {"model.args.num_layers": 8}),
+    "hybrid, selective": ("qwen3_next_80b_a3b", 8, {"model.args.num_layers": 8, "activations.checkpoint": "selective"}),
+    "hybrid, compiled": ("qwen3_next_80b_a3b", 8, {"model.args.num_layers": 8, "compile.enabled": "true"}),
+    "hybrid, compiled, selective": (
+        "qwen3_next_80b_a3b", 8,
+        {"model.args.num_layers": 8, "compile.enabled": "true", "activations.checkpoint": "selective", "parallel.tp": 2},
+    ),
     "flux": ("flux_dev", 8, FLUX_BLOCKS),
     "flux, float8": ("flux_dev", 8, FLUX_BLOCKS | {"compile.enabled": "true", "float8.recipe": "tensorwise"}),
     "flux, selective": ("flux_dev", 8, FLUX_BLOCKS | {"compile.enabled": "true", "activations.checkpoint": "selective"}),
@@ -195,7 +203,7 @@ def test_the_planner_and_a_dry_run_agree_within_5_percent(case):
     compare((CASES | RECOMPUTED)[case], closed_form=False)
 
 
-_SLOW = ("flux, selective", "flux, selective, cp")
+_SLOW = ("flux, selective", "flux, selective, cp", "hybrid, compiled, selective")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import nn
 from titan_train.config import Config
 from titan_train.kernels.apply import apply_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
+from titan_train.models.common.delta import has_states
 from titan_train.models.common.loss import ObservedLoss
 from titan_train.models.common.moe.balance import moe_layers, set_sequence_group
 from titan_train.models.common.mtp import AHEAD, mtp_of
@@ -209,8 +210,8 @@ def _apply(part: nn.Module, run: _Run, init: InitFn) -> nn.Module:
             enable_symmetric_memory(run.tp)
             options = micro_pipeline_options(run.report.fused)
         how: dict[str, Any] = {"split_backward": run.splits_backward, "inductor_options": options}
-        # states of layers of transformers are carried outside of a graph
-        if spec.cp == 1 and spec.ep == 1 and not run.ring and not getattr(part, "has_state", False):
+        # states are carried outside of a graph
+        if spec.cp == 1 and spec.ep == 1 and not run.ring and not has_states(part):
             compile_blocks(blocks_of(part), config.compile, activations, whole_graph=True, **how)
         else:
             activations = compile_pieces(part, blocks_of(part), config.compile, activations, **how)

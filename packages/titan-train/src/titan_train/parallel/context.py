@@ -344,12 +344,6 @@ def plan_rows(
     return plan
 
 
-def has_states(model: nn.Module) -> bool:
-    """Whether layers of a model carry a state from token to token."""
-    of_transformers = getattr(model, "has_state", False) is True
-    return of_transformers or any(isinstance(module, DeltaRule) for module in model.modules())
-
-
 def joined_documents(cu_seqlens: Tensor, seq_len: int) -> list[int]:
     """Boundaries of the row that all rows make one after the other.
 

@@ -6,9 +6,10 @@ from torch import nn
 
 from titan_train.config import Config
 from titan_train.models import accepted_inputs
+from titan_train.models.common.delta import has_states
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.traits import traits_of
-from titan_train.parallel.context import Heads, has_states, plan_rows
+from titan_train.parallel.context import Heads, plan_rows
 from titan_train.parallel.layout.batch import BatchPlan
 
 

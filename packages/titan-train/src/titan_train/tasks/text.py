@@ -71,9 +71,10 @@ class TextTask(Task):
         return None if supports_cache(model) else f"{type(unwrap(model)).__name__} does not support the key-value cache"
 
     def context(self, config: Config, mesh: "Mesh", model: "nn.Module", dtype: "torch.dtype") -> "ContextParallelism":
+        from titan_train.models.common.delta import has_states
         from titan_train.models.common.mtp import mtp_of
         from titan_train.models.traits import traits_of
-        from titan_train.parallel.context import ContextParallelism, Heads, has_states
+        from titan_train.parallel.context import ContextParallelism, Heads
 
         heads = Heads.of(model, config.parallel.tp)
         return ContextParallelism(

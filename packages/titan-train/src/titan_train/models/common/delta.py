@@ -11,21 +11,23 @@ Convolution and state stay inside documents. `DeltaRule` has no parameters: cont
 replace its two steps, as they replace `CausalAttention`.
 
 What lies between the projections and the result is computed again in backward: a chunk's products and states would be tens of
-times as large as the queries, keys and values, which alone are kept. A compiled block chooses by itself.
+times as large as the queries, keys and values, which alone are kept. A compiled block is cut in two around it: a graph would
+unroll the chunks, take over a second a chunk to compile, keep their products, and could not use other packages' kernels.
 
 Shapes: B rows, S tokens, d width, G key heads, H value heads (H / G in turn share a key head), K key and V value channels.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import titan_cp
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # see `titan_cp.methods.compiling`
 
 from titan_train.models.common.attention import SequenceContext, document_numbers
 from titan_train.models.common.norm import RMSNorm
+from titan_train.models.common.recomputed import recomputed
 from titan_train.models.common.shared_input import SharedInput
 from titan_train.models.shape import DeltaShape
 
@@ -74,9 +76,11 @@ class DeltaRule(nn.Module):
 
     def forward(self, inputs: DeltaInputs, context: SequenceContext) -> Tensor:
         """``[B, S, H, V]``, in the dtype of ``v``."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return _run_eagerly(self, inputs, context)
+        if not torch.is_grad_enabled():
             return self.compute(context, *inputs)
-        return cast(Tensor, _Recomputed.apply(lambda *given: self.compute(context, *given), *inputs))
+        return recomputed(lambda *given: self.compute(context, *given), *inputs)
 
     def compute(self, context: SequenceContext, *given: Tensor) -> Tensor:
         """The same, keeping for backward what autograd keeps."""
@@ -104,6 +108,11 @@ class DeltaRule(nn.Module):
             documents = document_numbers(context.cu_seqlens, places)
         boundaries = None if documents is None else context.boundaries
         return titan_cp.local_linear_attention(q, k, v, decay, beta, documents=documents, boundaries=boundaries)[0]
+
+
+@_disable_dynamo
+def _run_eagerly(rule: DeltaRule, inputs: DeltaInputs, context: SequenceContext) -> Tensor:
+    return rule(inputs, context)
 
 
 class GatedDeltaNet(nn.Module):
@@ -142,6 +151,12 @@ class GatedDeltaNet(nn.Module):
         out = self.gated_norm(self.inner(inputs, context))
         gate = F.silu(z.unflatten(-1, (-1, self.value_dim)).flatten(-3, -2).to(_wide(z)))
         return self.wo((out * gate).to(z.dtype).flatten(-2))  # x may be a norm that float8 has yet to apply
+
+
+def has_states(model: nn.Module) -> bool:
+    """Whether layers of a model carry a state from token to token."""
+    of_transformers = getattr(model, "has_state", False) is True
+    return of_transformers or any(isinstance(module, DeltaRule) for module in model.modules())
 
 
 class HeadDecay(nn.Module):
@@ -186,27 +201,3 @@ def _unit(x: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-class _Recomputed(torch.autograd.Function):
-    """A function of tensors that keeps its arguments alone and runs again in backward.
-
-    Its gradients are computed at once also where a pipeline splits backward into halves: each half would run it again, and
-    FSDP may have freed the parameters before the second.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], *given: Tensor) -> Tensor:
-        ctx.run, ctx.wanted = run, ctx.needs_input_grad[1:]
-        ctx.save_for_backward(*given)
-        return run(*given)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        wanted = ctx.wanted
-        with torch.enable_grad():
-            given = [x.detach().requires_grad_(want) for x, want in zip(ctx.saved_tensors, wanted, strict=True)]
-            out = ctx.run(*given)
-        asked = [x for x in given if x.requires_grad]
-        found = iter(torch.autograd.grad(out, asked, grads[0], allow_unused=True))
-        return None, *(next(found) if want else None for want in wanted)

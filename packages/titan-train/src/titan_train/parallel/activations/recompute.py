@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_train.config import ActivationsConfig, Config
+from titan_train.models.common.recomputed import runs_again
 from titan_train.parallel.activations.offload import offload_activations
 from titan_train.parallel.activations.tiles import check_tiles, tile_token_wise
 
@@ -206,7 +207,7 @@ class KeepCostly(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, and keep its result if the policy wants it."""
         out = func(*args, **(kwargs or {}))
-        if func in self.policy.watched:
+        if func in self.policy.watched and not runs_again():
             if self.policy.keeps(func):
                 self._waiting[func, self._calls[func]] = tree_map(_with_version, out)
             self._calls[func] += 1
@@ -229,7 +230,7 @@ class _ReadBack(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._forward.policy.watched:
+        if func in self._forward.policy.watched and not runs_again():
             key = func, self._calls[func]
             self._calls[func] += 1
             if key in self._forward.kept:

@@ -161,7 +161,10 @@ def _of_program(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
             return _compiled(block, dim, at)
         if setup.stack == "eager" and has_closed_form(block):
             return block_saved_bytes(block, dim, at)
-    return _estimated(block, dim, setup, at) * at.whole / at.tp
+    total = _estimated(block, dim, setup, at) * at.whole / at.tp
+    if block.delta is not None or (block.attention is not None and block.attention.gated):
+        total += 2 * at.element * dim * (at.whole - at.residual)  # what enters column-parallel products is whole
+    return total
 
 
 def _compiled(block: Block, dim: int, at: RankTokens) -> float:
@@ -260,10 +263,14 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     out = 4 if a is not None and a.latent and a.q_lora else 3  # the product of attention's result
     if pieces and a is not None:  # of the products before attention, what norms of queries read
         needed = [0] * bool(a.q_lora or a.qk_norm) + [out, *range(out + 1, len(results), 2)]
-    routed = isinstance(block.ffn, ExpertsShape)
+    if (
+        block.delta is not None and setup.stack == "compile"
+    ):  # two pieces as well; of the second, what follows the state layer
+        needed = list(range(3, len(results), 2))
+    routed = isinstance(f, ExpertsShape)
     # recomputation that does not stop early reads all; an eager float8 linear saves its input after its product
     if setup.early_stop and not (setup.stack == "eager" and setup.float8):
-        ends_in_product = not routed or block.ffn.shared_hidden  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        ends_in_product = not routed or (f.shared_hidden and not f.shared_gate)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         if ends_in_product and len(results) - 1 in needed:
             needed.remove(len(results) - 1)
     kept = e * dim * r + sum(results[i] for i in needed)
@@ -276,14 +283,16 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
             kv_heads = share_of(a.kv_heads, at.tp)
             reads = heads * (2 * a.head_dim + a.v_dim) if a.latent else (heads + 2 * kv_heads) * a.head_dim
             kept += e * (n * (dim + reads) + r * dim * (at.tp > 1))
+    if block.delta is not None and setup.stack == "compile":  # what enters the state layer and the piece after it
+        kept += e * (n * (block.delta.projected + block.delta.inner) / at.tp + 2 * dim * r + n * dim * (at.tp > 1))
     if isinstance(block.ffn, ExpertsShape):
         k = block.ffn.per_token
         kept += r * k * (_INDEX if setup.stack == "compile" else _INDEX + _WIDE)  # which experts, with which scores
         # what was sent to experts, and what came back; the tokens that enter the second compiled piece
         if setup.ep > 1:
             kept += 2 * e * r * k * (block.ffn.latent_dim or dim) + e * dim * r * (setup.stack == "compile")
-    if block.carried is not None:
-        kept += 2 * e * n * block.carried.inner / at.tp
+    if block.ssm is not None:
+        kept += 2 * e * n * block.ssm.inner / at.tp
     return kept
 
 
@@ -293,18 +302,22 @@ def _products(block: Block, dim: int, at: RankTokens) -> list[float]:
     out: list[float] = []
     if a is not None:
         heads, kv_heads = share_of(a.heads, at.tp), share_of(a.kv_heads, at.tp)
-        queries = heads * a.head_dim
+        queries = heads * a.head_dim * (1 + a.gated)
         if a.latent:  # the latents are whole on every rank
             out += [a.q_lora, a.kv_lora + a.rope_dim, queries] if a.q_lora else [queries, a.kv_lora + a.rope_dim]
             out += [heads * (a.head_dim - a.rope_dim + a.v_dim), dim]
         else:
             out += [queries, kv_heads * a.head_dim, kv_heads * a.head_dim, dim]
+    if block.delta is not None:
+        gates = 2 * block.delta.heads // at.tp
+        out += [block.delta.projected / at.tp - gates, gates, dim]
     if isinstance(f, FeedForwardShape):
         out += [f.hidden // at.tp] * (f.matrices - 1) + [dim]
     out = [e * n * width for width in out]
     if isinstance(f, ExpertsShape):
         rows = e * r * f.per_token
         shared = [e * n * (f.shared_hidden // at.tp)] * (f.matrices - 1) + [e * n * dim] if f.shared_hidden else []
+        shared = [e * n] * f.shared_gate + shared
         out += [_WIDE * r * f.num_experts, *[rows * f.hidden] * (f.matrices - 1), rows * (f.latent_dim or dim), *shared]
     return out
 
@@ -352,9 +365,19 @@ def _compiled_extras(block: Block, dim: int, halves: int) -> float:
 
 
 def _float32_copies(block: Block, dim: int, halves: int) -> float:
-    """What unfused RMSNorm and RoPE keep besides: input and result in float32, rotated queries and keys."""
+    """What unfused RMSNorm and RoPE keep besides: input and result in float32, rotated queries and keys.
+
+    Where layers carry a state norms keep one copy; gates are applied in float32, and experts' activations apart.
+    """
+    a, f = block.attention, block.ffn
+    if block.delta is not None or (a is not None and a.gated):
+        kept = 4.0 * dim * halves
+        kept += 8.0 * block.delta.inner if block.delta is not None else 0.0
+        kept += 4.0 * (a.heads + a.kv_heads) * a.head_dim if a is not None and a.qk_norm else 0.0
+        if isinstance(f, ExpertsShape):
+            kept += 4.0 * dim + 2.0 * (f.per_token * f.hidden + f.shared_hidden)
+        return kept
     kept = 8.0 * dim * halves
-    a = block.attention
     if a is not None and not a.latent:
         rotated = (a.heads + a.kv_heads) * a.head_dim
         kept += 2.0 * rotated + (8.0 * rotated if a.qk_norm else 0.0)

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from titan_train.config import CompileConfig, Config
 from titan_train.models import count_parameters
 from titan_train.models.build import build_model
+from titan_train.models.common.delta import has_states
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.common.mtp import AHEAD, mtp_of
@@ -304,7 +305,7 @@ class RankProgram:
         """Apply recomputation, and compile as the trainer does, but for the code; in place."""
         blocks, compiling = blocks_of(running), _partitioned(self.config.compile)
         activations = replace(self.config.activations, offload=False)
-        if self.experts_group is None and self.layout.spec.cp == 1:
+        if self.experts_group is None and self.layout.spec.cp == 1 and not has_states(running):
             compile_blocks(blocks, compiling, activations, whole_graph=False)
         else:
             activations = compile_pieces(running, blocks, compiling, activations)

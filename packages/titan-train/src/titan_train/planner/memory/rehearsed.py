@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from titan_train.config import ActivationsConfig
 from titan_train.models.common.attention import CausalAttention
-from titan_train.models.common.delta import DeltaRule
 from titan_train.models.flux.blocks import FullAttention
 from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
 from titan_train.parallel.activations.tiles import tiled_modules
@@ -38,15 +37,15 @@ class BalancedDispatch(ExpertParallelDispatch):
 
 
 def attend_between_pieces(model: nn.Module, *, copies: bool) -> None:
-    """Keep attention and delta rules out of compiled graphs, as context parallelism's exchange keeps them; in place.
+    """Keep attention out of compiled graphs, as context parallelism's exchange keeps it; in place.
 
     Args:
         model: Any of the shipped families.
         copies: Attention's result is exchanged too (Ulysses): what the next layer reads is another tensor.
     """
     for module in model.modules():
-        if isinstance(module, (CausalAttention, DeltaRule, FullAttention)):
-            attend = _exchanged if copies and not isinstance(module, DeltaRule) else type(module).forward
+        if isinstance(module, (CausalAttention, FullAttention)):
+            attend = _exchanged if copies else type(module).forward
             module.forward = MethodType(_disable_dynamo(attend), module)
 
 
