@@ -7,7 +7,7 @@ sharding. `check`, `estimate`, `plan`, `dry-run` and the report count by it.
 | compiled | what the partitioner of torch.compile leaves for backward | torch's partitioner |
 | selective recomputation | the input, attention's result, every other product if backward reads it | real ranks' caches |
 | full recomputation | the block's input | |
-| Megatron's stacks, state-space and cross-attending blocks | an estimate for each token, cut over tp | published rows |
+| Megatron's stacks, state-space, gated and cross-attending blocks | an estimate for each token, cut over tp | published rows |
 
 Tensor parallelism cuts what lies between a column- and a row-parallel product. Norms and the residual stream have a share of the
 tokens (with sequence parallelism); inputs of column-parallel products, latents and partial sums are whole on every rank.
@@ -263,9 +263,8 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     out = 4 if a is not None and a.latent and a.q_lora else 3  # the product of attention's result
     if pieces and a is not None:  # of the products before attention, what norms of queries read
         needed = [0] * bool(a.q_lora or a.qk_norm) + [out, *range(out + 1, len(results), 2)]
-    if (
-        block.delta is not None and setup.stack == "compile"
-    ):  # two pieces as well; of the second, what follows the state layer
+    state = block.delta if setup.stack == "compile" else None
+    if state is not None:  # it cuts a block as well: of the second piece, what follows it
         needed = list(range(3, len(results), 2))
     routed = isinstance(f, ExpertsShape)
     # recomputation that does not stop early reads all; an eager float8 linear saves its input after its product
@@ -283,8 +282,8 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
             kv_heads = share_of(a.kv_heads, at.tp)
             reads = heads * (2 * a.head_dim + a.v_dim) if a.latent else (heads + 2 * kv_heads) * a.head_dim
             kept += e * (n * (dim + reads) + r * dim * (at.tp > 1))
-    if block.delta is not None and setup.stack == "compile":  # what enters the state layer and the piece after it
-        kept += e * (n * (block.delta.projected + block.delta.inner) / at.tp + 2 * dim * r + n * dim * (at.tp > 1))
+    if state is not None:  # what enters the state layer and the piece after it
+        kept += e * (n * (state.projected + state.inner) / at.tp + 2 * dim * r + n * dim * (at.tp > 1))
     if isinstance(block.ffn, ExpertsShape):
         k = block.ffn.per_token
         kept += r * k * (_INDEX if setup.stack == "compile" else _INDEX + _WIDE)  # which experts, with which scores
@@ -335,9 +334,7 @@ def _estimated(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     if block.ssm is not None:
         s = block.ssm
         kept += 2.0 * (5 * s.inner + 4 * s.groups * s.state)
-    if (
-        block.delta is not None
-    ):  # the projections' results, the state layer's, and the gated product; the rest is run again
+    if block.delta is not None:  # the projections' results, the state layer's, the gated product; the rest is run again
         kept += 2.0 * (block.delta.projected + (2 + inputs) * block.delta.inner)
     if isinstance(block.ffn, FeedForwardShape) and "mlp" not in modules and at.tiles == 1:
         kept += 2.0 * block.ffn.hidden * (block.ffn.matrices - 1 + inputs)
