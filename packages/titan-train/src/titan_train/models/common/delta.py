@@ -17,6 +17,7 @@ unroll the chunks, take over a second a chunk to compile, keep their products, a
 Shapes: B rows, S tokens, d width, G key heads, H value heads (H / G in turn share a key head), K key and V value channels.
 """
 
+import sys
 from typing import NamedTuple
 
 import titan_cp
@@ -76,11 +77,9 @@ class DeltaRule(nn.Module):
 
     def forward(self, inputs: DeltaInputs, context: SequenceContext) -> Tensor:
         """``[B, S, H, V]``, in the dtype of ``v``."""
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            return _run_eagerly(self, inputs, context)
-        if not torch.is_grad_enabled():
-            return self.compute(context, *inputs)
-        return recomputed(lambda *given: self.compute(context, *given), *inputs)
+        # torch 2.11 calls this from a compiled frame without compiling it, and would compile what it calls
+        may_compile = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
+        return (_attend_eagerly if may_compile else _attend)(self, inputs, context)
 
     def compute(self, context: SequenceContext, *given: Tensor) -> Tensor:
         """The same, keeping for backward what autograd keeps."""
@@ -110,9 +109,13 @@ class DeltaRule(nn.Module):
         return titan_cp.local_linear_attention(q, k, v, decay, beta, documents=documents, boundaries=boundaries)[0]
 
 
-@_disable_dynamo
-def _run_eagerly(rule: DeltaRule, inputs: DeltaInputs, context: SequenceContext) -> Tensor:
-    return rule(inputs, context)
+def _attend(rule: DeltaRule, inputs: DeltaInputs, context: SequenceContext) -> Tensor:
+    if not torch.is_grad_enabled():
+        return rule.compute(context, *inputs)
+    return recomputed(lambda *given: rule.compute(context, *given), *inputs)
+
+
+_attend_eagerly = _disable_dynamo(_attend)
 
 
 class GatedDeltaNet(nn.Module):
