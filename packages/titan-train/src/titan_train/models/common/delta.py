@@ -17,14 +17,13 @@ unroll the chunks, take over a second a chunk to compile, keep their products, a
 Shapes: B rows, S tokens, d width, G key heads, H value heads (H / G in turn share a key head), K key and V value channels.
 """
 
-import sys
 from typing import NamedTuple
 
 import titan_cp
 import torch
 import torch.nn.functional as F
+from titan_cp.methods.compiling import graph_break
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # see `titan_cp.methods.compiling`
 
 from titan_train.models.common.attention import SequenceContext, document_numbers
 from titan_train.models.common.norm import RMSNorm
@@ -77,9 +76,7 @@ class DeltaRule(nn.Module):
 
     def forward(self, inputs: DeltaInputs, context: SequenceContext) -> Tensor:
         """``[B, S, H, V]``, in the dtype of ``v``."""
-        # torch 2.11 calls this from a compiled frame without compiling it, and would compile what it calls
-        may_compile = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
-        return (_attend_eagerly if may_compile else _attend)(self, inputs, context)
+        return _attend(self, inputs, context)
 
     def compute(self, context: SequenceContext, *given: Tensor) -> Tensor:
         """The same, keeping for backward what autograd keeps."""
@@ -109,13 +106,11 @@ class DeltaRule(nn.Module):
         return titan_cp.local_linear_attention(q, k, v, decay, beta, documents=documents, boundaries=boundaries)[0]
 
 
+@graph_break
 def _attend(rule: DeltaRule, inputs: DeltaInputs, context: SequenceContext) -> Tensor:
     if not torch.is_grad_enabled():
         return rule.compute(context, *inputs)
     return recomputed(lambda *given: rule.compute(context, *given), *inputs)
-
-
-_attend_eagerly = _disable_dynamo(_attend)
 
 
 class GatedDeltaNet(nn.Module):

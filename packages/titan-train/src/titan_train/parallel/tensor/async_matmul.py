@@ -33,11 +33,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from titan_cp.methods.compiling import graph_break
 from torch import Tensor
-
-# Private: the public torch.compiler.disable imports the compiler at once (seconds, in every process). Checked on
-# torch 2.11 and 2.15 by tests/parallel/tensor/test_compile.py.
-from torch._compile import _disable_dynamo
 
 
 def all_gather_matmul(part: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
@@ -52,9 +49,7 @@ def all_gather_matmul(part: Tensor, weights: Sequence[Tensor], group: dist.Proce
         For each weight ``[..., S, F_i]``.
     """
     call = _GatherMatmul.apply
-    return cast(
-        "tuple[Tensor, ...]", (_opaque if torch.compiler.is_compiling() else _call)(call, part, group, *weights)
-    )
+    return cast("tuple[Tensor, ...]", _call(call, part, group, *weights))
 
 
 def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: dist.ProcessGroup, bias: Tensor | None = None) -> Tensor:
@@ -70,15 +65,12 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: dist.ProcessGroup, b
         Shape ``[..., s, F]``.
     """
     call = _MatmulScatter.apply
-    return cast(Tensor, (_opaque if torch.compiler.is_compiling() else _call)(call, x, weight, bias, group))
+    return cast(Tensor, _call(call, x, weight, bias, group))
 
 
+@graph_break
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
-
-
-_opaque = _disable_dynamo(_call)
-"""The same, eagerly, between two parts of a compiled graph."""
 
 
 class _GatherMatmul(torch.autograd.Function):

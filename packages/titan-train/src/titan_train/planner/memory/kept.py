@@ -150,21 +150,17 @@ def _everything(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
 
 
 def _of_program(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
-    f = block.ffn
-    plain = (
-        block.attention is not None
-        and f is not None
-        and not (block.carried or block.modulation or block.attention.gated)
-    )
-    if block.modulation and block.attention is not None and isinstance(f, FeedForwardShape):
-        return _modulated(block, block.attention, f, dim, setup, at)
-    if plain and not setup.recompute_modules and not block.attention.cross_tokens:  # pyright: ignore[reportOptionalMemberAccess]
+    a, f = block.attention, block.ffn
+    if block.modulation and a is not None and isinstance(f, FeedForwardShape):
+        return _modulated(block, a, f, dim, setup, at)
+    plain = a is not None and f is not None and not (block.carried or a.gated or a.cross_tokens)
+    if plain and not setup.recompute_modules:
         if setup.stack == "compile" and not (isinstance(f, ExpertsShape) and f.latent_dim):
             return _compiled(block, dim, at)
         if setup.stack == "eager" and has_closed_form(block):
             return block_saved_bytes(block, dim, at)
     total = _estimated(block, dim, setup, at) * at.whole / at.tp
-    if block.delta is not None or (block.attention is not None and block.attention.gated):
+    if block.delta is not None or (a is not None and a.gated):
         total += 2 * at.element * dim * (at.whole - at.residual)  # what enters column-parallel products is whole
     return total
 
@@ -268,10 +264,9 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     state = block.delta if setup.stack == "compile" else None
     if state is not None:  # it cuts a block as well: of the second piece, what follows it
         needed = list(range(3, len(results), 2))
-    routed = isinstance(f, ExpertsShape)
     # recomputation that does not stop early reads all; an eager float8 linear saves its input after its product
     if setup.early_stop and not (setup.stack == "eager" and setup.float8):
-        ends_in_product = not routed or (f.shared_hidden and not f.shared_gate)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        ends_in_product = not isinstance(f, ExpertsShape) or (f.shared_hidden and not f.shared_gate)
         if ends_in_product and len(results) - 1 in needed:
             needed.remove(len(results) - 1)
     kept = e * dim * r + sum(results[i] for i in needed)
@@ -286,12 +281,12 @@ def _selective(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
             kept += e * (n * (dim + reads) + r * dim * (at.tp > 1))
     if state is not None:  # what enters the state layer and the piece after it
         kept += e * (n * (state.projected + state.inner) / at.tp + 2 * dim * r + n * dim * (at.tp > 1))
-    if isinstance(block.ffn, ExpertsShape):
-        k = block.ffn.per_token
+    if isinstance(f, ExpertsShape):
+        k = f.per_token
         kept += r * k * (_INDEX if setup.stack == "compile" else _INDEX + _WIDE)  # which experts, with which scores
         # what was sent to experts, and what came back; the tokens that enter the second compiled piece
         if setup.ep > 1:
-            kept += 2 * e * r * k * (block.ffn.latent_dim or dim) + e * dim * r * (setup.stack == "compile")
+            kept += 2 * e * r * k * (f.latent_dim or dim) + e * dim * r * (setup.stack == "compile")
     if block.ssm is not None:
         kept += 2 * e * n * block.ssm.inner / at.tp
     return kept
