@@ -90,6 +90,24 @@ def test_no_interrupt_comes_after_a_command_that_has_ended(capsys):
     assert capsys.readouterr().err == ("" if code == 0 else "error: interrupted\n")
 
 
+INTERRUPTED_IN_EXEC = """
+import signal
+from titan_train.cli.boundary import exit_code
+raise SystemExit(exit_code(lambda: exec("signal.raise_signal(signal.SIGINT)", {"signal": signal})))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a child of Windows takes no preexec_fn")
+def test_an_interrupt_while_a_dataclass_is_made_is_an_exit_code_too(tmp_path):
+    """`python -m` dies by the signal after a plain KeyboardInterrupt has left an ``exec`` of text."""
+    (tmp_path / "command.py").write_text(INTERRUPTED_IN_EXEC)
+    done = subprocess.run(
+        [sys.executable, "-m", "command"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
 def test_a_defect_is_one_line_and_its_traceback_is_kept_in_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("titan_train.trust.owner.owner_of", lambda _: "library")  # this test's own frames are

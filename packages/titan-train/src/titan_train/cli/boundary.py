@@ -25,7 +25,7 @@ def exit_code(command: Callable[[], int]) -> int:
     """Call the command; report what it raises in one message on stderr, and return the exit code."""
     logging.raiseExceptions = False  # a library's malformed log message is not a failure of the command
     try:
-        with _no_interrupt_swallowed(), clean_output():
+        with _interrupts_are_ours(), _no_interrupt_swallowed(), clean_output():
             return command()
     except KeyboardInterrupt:
         return _end("interrupted", 130)
@@ -49,13 +49,37 @@ def exit_code(command: Callable[[], int]) -> int:
         return _of_a_library(err)
 
 
+class _Interrupt(KeyboardInterrupt):
+    """Ctrl-C. `python -m` ends by the signal, not with our code, if a plain KeyboardInterrupt has left an ``exec`` of text,
+    which dataclasses use, even where it was handled (CPython's ``run_eval_code_obj``).
+    """
+
+
+def interrupt(_number: int, _frame: object) -> None:
+    """A signal handler that ends the command as Ctrl-C does."""
+    raise _Interrupt
+
+
+@contextlib.contextmanager
+def _interrupts_are_ours() -> Generator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+
+
 @contextlib.contextmanager
 def _no_interrupt_swallowed() -> Generator[None]:
     """Raise again an interrupt that came where Python cannot raise it: in a callback of an import, or in a finalizer."""
     before, ended, sending = sys.unraisablehook, threading.Event(), threading.Lock()
 
     def hook(swallowed: Any) -> None:
-        if swallowed.exc_type is KeyboardInterrupt:
+        if issubclass(swallowed.exc_type, KeyboardInterrupt):
             threading.Thread(target=_interrupt_after, args=(hook.__code__, ended, sending), daemon=True).start()
         else:
             before(swallowed)

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_train.cli.boundary import interrupt
 from titan_train.cli.branch import add_start_options, read_start, written_out
 from titan_train.cli.parser import CommandParser
 from titan_train.config import Config
@@ -69,7 +70,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     add_start_options(parser)
     kept = words[1] if words[:1] == [_KEPT] else ""
     if kept:  # until the supervisor listens: a stop is an end, not a crash that the actor starts again
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, interrupt)
     arguments, settings = parser.parse_with_settings(words[2:] if kept else words, written_out)
     config, note = read_start(parser, arguments, settings)
     if note:
@@ -213,7 +214,7 @@ def _supervise(run: _Run, lease: Lease, launcher: Launcher, before: "Before") ->
         for info in infos[-1:]:
             info.finish("failed", step=newest_checkpoint(run_dir) or 0, error=str(err))
         raise
-    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:  # set by `main`, for an actor's process
+    if signal.getsignal(signal.SIGTERM) is interrupt:  # set by `main`, for an actor's process
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # saved and over: a second stop must not make it a failure
     try:
         return _finish(run, infos[-1], code, attempts_before)
