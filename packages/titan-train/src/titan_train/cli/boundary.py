@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from types import CodeType
 from typing import Any
 
+from titan_train.launch.supervise.requests import signal_handlers
 from titan_train.terminal import clean_output, first_line, printable, shortened
 
 _TOO_LARGE = "storage size calculation overflowed"
@@ -60,17 +61,10 @@ def interrupt(_number: int, _frame: object) -> None:
     raise _Interrupt
 
 
-@contextlib.contextmanager
-def _interrupts_are_ours() -> Generator[None]:
-    before = signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if ours:
-        signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
+def _interrupts_are_ours() -> contextlib.AbstractContextManager[None]:
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ours = ours and threading.current_thread() is threading.main_thread()  # no other one may set handlers
+    return signal_handlers({signal.SIGINT: interrupt} if ours else {})
 
 
 @contextlib.contextmanager
