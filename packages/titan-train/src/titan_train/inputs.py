@@ -8,6 +8,7 @@ times out while a large corpus is tokenized.
 import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from titan_train.data import (
     show_progress,
 )
 from titan_train.data.prepared import one_process
+from titan_train.data.tokenizer import is_trained
 from titan_train.files import read_text, write_atomic
 from titan_train.run_folder.place import check_writable
 from titan_train.task import Task, TaskInputs, task_name
@@ -133,6 +135,27 @@ def open_inputs(config: Config) -> Inputs:
         config.data, tokenizer, seq_len=config.model.seq_len, seed=config.run.seed, template=template
     )
     return Inputs(tokenizer, template, train, validation, LabelBytes(tokenizer))
+
+
+def prepared_rows(config: Config, rows: int) -> list[list[int]] | None:
+    """The lengths of the documents in each of a run's first ``rows`` rows, in tokens; padding counts as a document.
+
+    Returns:
+        None where that is not known: the corpus is not prepared, or is a stream; the task is not text; documents are not kept
+        apart.
+    """
+    data = config.data
+    if task_name(config) != "text" or not data.document_mask or any(source.stream for source in data.sources):
+        return None
+    if config.tokenizer.trains_here and not is_trained(config.tokenizer, data):
+        return None
+    try:
+        dataset = open_inputs(config).train
+        starts = dataset.document_starts(range(rows))
+    except ValueError:  # not prepared, or not for as many rows
+        return None
+    ends = [[0, *places[places < dataset.seq_len].tolist(), dataset.seq_len] for places in starts]
+    return [[b - a for a, b in pairwise(row)] for row in ends]
 
 
 def save_tokenizer(run_dir: Path, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:

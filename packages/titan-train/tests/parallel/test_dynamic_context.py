@@ -1,14 +1,17 @@
 """Documents shared by all ranks of data and context parallelism: the losses of the static layout, and what it refuses."""
 
+import json
 import random
 from pathlib import Path
 
 import composition
 import pytest
 import torch
+from titan_cp import plan_step
 from titan_testing import run_ranks
+from titan_train import Trainer
 from titan_train.config import parse_config
-from titan_train.inputs import prepare_inputs
+from titan_train.inputs import prepare_inputs, prepared_rows
 from titan_train.models import build_model
 from titan_train.parallel.check import check_model
 from titan_train.parallel.layout.run import plan_run
@@ -57,6 +60,35 @@ def compare(folder: str, sections: dict, ranks: int = 4, steps: int = 3) -> None
     want, got = (composition.assemble([rank[3] for rank in run]) for run in (static, dynamic))
     largest = max(float(grad.abs().max()) for grad in want.values())
     assert max(float((got[name] - want[name]).abs().max()) for name in want) <= 4e-6 * largest
+
+
+def train(folder: str, name: str, sections: dict, steps: int) -> None:
+    config = parse_config(composition.tree(folder, name, sections))
+    with Trainer(config, Path(folder) / name) as trainer:
+        trainer.fit(until=steps)
+
+
+def test_the_log_says_on_how_many_ranks_documents_lie(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "data", "a tail")
+    sections = composition.joined(DENSE, {"parallel": {"cp": 2}, "train": {"steps": 3}})
+    config = parse_config(composition.tree(folder, "rows", sections))
+    rows = prepared_rows(config, 24)
+    assert rows is not None
+    for dynamic in (True, False):
+        more = composition.joined(sections, DYNAMIC) if dynamic else sections
+        run_ranks(train, 4, folder, f"logged-{dynamic}", more, 3)
+        lines = map(json.loads, (Path(folder) / f"logged-{dynamic}" / "metrics.jsonl").read_text().splitlines())
+        found = [line["context"] for line in lines if line["kind"] == "step"]
+        assert len(found) == 3
+        for step, context in enumerate(found):
+            here = rows[8 * step : 8 * step + 8]
+            plan = plan_step(here if dynamic else here[:4], dp=2 if dynamic else 1, cp=2)
+            assert context["documents"] == sum(plan.degrees.values())
+            if dynamic:
+                assert context["split"] == sum(count for degree, count in plan.degrees.items() if degree > 1)
+                assert context["largest_degree"] == max(plan.degrees)
+                assert context["imbalance"] == pytest.approx(plan.makespan / plan.bound)
+            assert context["imbalance"] >= 1.0
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)

@@ -20,6 +20,7 @@ from titan_cp.planning.costs import (
     share_heads,
     work_matrix,
 )
+from titan_cp.planning.documents import document_degrees, work_of
 from titan_cp.planning.exchange import Round, plan_rounds, rows_needed
 from titan_cp.planning.layouts import plan_ranges
 from titan_cp.planning.ranges import Ranges, split_ranges
@@ -118,13 +119,19 @@ class PlanNumbers:
     def work(self) -> tuple[int, ...]:
         """Query-key pairs times query heads that each rank computes in one forward, for one batch row."""
         heads = self.head_shares.num_heads // self.ulysses_degree
-        by_ring_rank = [int(pairs) * heads for pairs in self.pairs.sum(axis=1)]
-        return tuple(by_ring_rank[rank // self.ulysses_degree] for rank in range(self.size))
+        pairs = work_of(self.ring_ranges, self.cu_seqlens, causal=self.causal, window=self.window)
+        return tuple(int(pairs[rank // self.ulysses_degree]) * heads for rank in range(self.size))
 
     @property
     def imbalance(self) -> float:
         """The busiest rank's work over the mean; 1 is perfect."""
         return max(self.work) * self.size / sum(self.work)
+
+    @property
+    def degrees(self) -> dict[int, int]:
+        """How many documents have which degree: the number of ranks that hold tokens of it."""
+        degrees, counts = np.unique(document_degrees(self.shard_ranges, self.cu_seqlens), return_counts=True)
+        return dict(zip(degrees.tolist(), counts.tolist(), strict=True))
 
     @property
     def step_imbalance(self) -> float:

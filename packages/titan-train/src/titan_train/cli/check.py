@@ -124,6 +124,7 @@ def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int
     from titan_train.models.hf.folder import PREFIX
     from titan_train.planner.calibrate.defaults import constants_for
     from titan_train.planner.calibrate.runs import load_constants
+    from titan_train.planner.documents import document_work
     from titan_train.planner.estimate import estimate
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.refuse import refuse_setup
@@ -141,8 +142,16 @@ def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int
     constants = (
         load_constants(arguments.constants) if arguments.constants else constants_for(machine, setup, routed=shape.moe)
     )
+    if work := document_work(config, setup):
+        setup = setup.changed(attention_share=work.attention_share(dynamic=config.context.dynamic))
     found = estimate(shape, machine, setup, constants)
     print(estimate_text(found))
+    if work:
+        print(f"\n{textwrap.indent(work.describe(), ' ' * 10).replace(' ' * 10, 'documents ', 1)}")
+        other = setup.changed(attention_share=work.attention_share(dynamic=True))
+        faster = estimate(shape, machine, other, constants).tokens_per_s
+        if faster > 1.02 * found.tokens_per_s:
+            print(f"          and {faster:,.0f} tokens/s/device, if no transfer took longer")
     if arguments.svg:
         arguments.svg.write_text(estimate_svg(found))
         print(f"\npicture: {arguments.svg}")

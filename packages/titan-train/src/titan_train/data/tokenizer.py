@@ -56,6 +56,11 @@ def build_tokenizer(
     return train_sentencepiece(texts, config.vocab_size, folder, model_type=config.model_type)
 
 
+def is_trained(config: TokenizerConfig, data: DataConfig) -> bool:
+    """Whether the cache has the tokenizer that is trained on the data's text."""
+    return (_trained_folder(config, data, cache_folder(data)) / SAVED_NAME).is_file()
+
+
 def build_chat_template(config: TokenizerConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template that writes conversations for a tokenizer; None if neither it nor the configuration has one.
 

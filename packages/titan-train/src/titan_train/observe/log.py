@@ -430,6 +430,7 @@ def _values(record: StepRecord | ValidationRecord) -> dict[str, object]:
     for name in (
         "routing",
         "mtp_losses",
+        "context",
         "split",
         "memory",
         "parts",

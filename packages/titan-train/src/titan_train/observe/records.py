@@ -43,6 +43,8 @@ class StepRecord:
     """How evenly the experts of a mixture of experts were used, from `routing_statistics`."""
     mtp_losses: list[float] = field(default_factory=list[float])
     """Mean loss of each module that predicts a token further ahead, nats per token."""
+    context: dict[str, float] = field(default_factory=dict[str, float])
+    """How packed documents lay on the ranks that share them, from `ContextParallelism.dealt`."""
     split: dict[str, float] = field(default_factory=dict[str, float])
     """Where the time of the last steps went, seconds of a step at the median rank: ``forward``, ``backward``, …, and for
     each mesh axis ``tp exposed`` and ``tp hidden``. Only on every ``metrics.split_every``-th step."""
@@ -109,7 +111,8 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
     split = {f"time/{name.replace(' ', '_')}_s": value for name, value in record.split.items()}
     memory = {f"memory/{name}": value for name, value in record.memory.items()}
     ahead = {f"train/mtp_loss/{k}": value for k, value in enumerate(record.mtp_losses, 1) if math.isfinite(value)}
-    return _scalars(record, _STEP) | routing | ahead | split | memory
+    context = {f"context/{name}": value for name, value in record.context.items()}
+    return _scalars(record, _STEP) | routing | ahead | context | split | memory
 
 
 def validation_scalars(record: ValidationRecord) -> dict[str, float]:

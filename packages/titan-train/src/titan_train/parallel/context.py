@@ -202,8 +202,7 @@ class ContextParallelism:
         if batch.cu_seqlens is not None:
             tokens, labels, positions = (t.reshape(1, -1) for t in (tokens, labels, positions))
             ahead = tuple(t.flatten(0, 1).unsqueeze(0) for t in ahead)
-            boundaries = batch.cu_seqlens if batch.boundaries is None else torch.from_numpy(batch.boundaries)
-            documents = joined_documents(boundaries, batch.tokens.shape[1])
+            documents = _documents_of(batch)
             plan = self._plan(cu_seqlens=documents)
             windows = {window: self._plan(cu_seqlens=documents, window=window) for window in self._windows}
         else:
@@ -220,6 +219,25 @@ class ContextParallelism:
                 for name, t, pad in zip(AHEAD, ahead, (0, IGNORE_INDEX), strict=False)
             },
         )
+
+    def dealt(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """How the documents of a step's micro-batches lie on the ranks that share them; empty without packed documents.
+
+        Returns:
+            ``documents``; ``split``, those of them on several ranks; ``largest_degree``, the most ranks that one lies on;
+            ``imbalance``, the busiest rank's query-key pairs of each micro-batch over the mean of the ranks.
+        """
+        plans = [self._plan(cu_seqlens=_documents_of(batch)) for batch in batches if batch.cu_seqlens is not None]
+        if not plans:
+            return {}
+        degrees = [plan.degrees for plan in plans]
+        busiest, work = sum(max(plan.work) for plan in plans), sum(sum(plan.work) for plan in plans)
+        return {
+            "documents": float(sum(sum(one.values()) for one in degrees)),
+            "split": float(sum(count for one in degrees for degree, count in one.items() if degree > 1)),
+            "largest_degree": float(max(max(one) for one in degrees)),
+            "imbalance": busiest * self._size / work,
+        }
 
     def join(self, output: Tensor, rows: Any) -> Tensor:
         """All ranks' outputs of rows that `cut` made, in their order; ``rows`` is their ``attention_plan``. Collective."""
@@ -342,6 +360,13 @@ def plan_rows(
             ulysses_degree=plan.ulysses_degree, layout="zigzag",
         )  # fmt: skip
     return plan
+
+
+def _documents_of(batch: Batch) -> list[int]:
+    """Boundaries of the row that all rows of a packed batch make, from host memory where it has them there."""
+    assert batch.cu_seqlens is not None
+    boundaries = batch.cu_seqlens if batch.boundaries is None else torch.from_numpy(batch.boundaries)
+    return joined_documents(boundaries, batch.tokens.shape[1])
 
 
 def joined_documents(cu_seqlens: Tensor, seq_len: int) -> list[int]:

@@ -6,6 +6,7 @@ Rank 0 has the trackers and the display; the other ranks have Python's log only.
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from titan_cp.backends import kernel_choices
@@ -25,9 +26,10 @@ from titan_train.observe import (
     peak_memory_gib,
 )
 from titan_train.observe.timing import Cause, StepSplit, split_line
+from titan_train.parallel.context import ContextParallelism
 from titan_train.task import Task
 from titan_train.train.measure import StepMeasure
-from titan_train.train.observer import ObservedRun, Observer, StepInfo
+from titan_train.train.observer import ObservedRun, Observer, StepInfo, is_due
 from titan_train.train.process import device_name
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class RunLog(Observer):
         self._trackers: list[Tracker] = []
         self._progress: TrainProgress | None = None
         self._seconds: dict[str, float] = {}  # by part of a step; waits for the next step that is logged
+        self._context: dict[str, float] = {}  # of the next step, if it is logged
         self._compiled = False  # this process has made its first step, and said what it chose
 
     def open(self, run_dir: Path, step: int) -> None:
@@ -64,6 +67,11 @@ class RunLog(Observer):
             peak_flops=device_peak_flops(device_name(run.device), self._config.train.dtype),
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
         )
+
+    def on_batch(self, step: int, batches: list[Any]) -> None:
+        context = self.run.model.context
+        if self._progress is not None and isinstance(context, ContextParallelism) and self._is_logged(step):
+            self._context = context.dealt(batches)
 
     def on_step(self, info: StepInfo) -> None:
         result, step, fused = info.result, info.step, self.run.model.report.fused
@@ -95,11 +103,12 @@ class RunLog(Observer):
             skipped=result.skipped,
             routing=result.routing,
             mtp_losses=list(result.mtp_losses),
+            context=self._context,
             split=self._seconds,
             memory=memory_in_use(self.run.device) if self._seconds else {},
             **self._throughput.rates(),
         )
-        if step % self._config.metrics.log_every == 0 or step == self._config.train.steps:
+        if self._is_logged(step):
             for tracker in self._trackers:
                 tracker.log_step(record)
             self._seconds = {}
@@ -129,6 +138,9 @@ class RunLog(Observer):
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
+
+    def _is_logged(self, step: int) -> bool:
+        return is_due(step, self._config.metrics.log_every, self._config.train.steps)
 
     def _note_kernels(self, step: int) -> None:
         """What the first step's calls chose among the kernels of attention and of layers with a state."""
