@@ -4,6 +4,7 @@
 version checked. Methods that a torch version lacks are asked for with hasattr, and named in the error.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ __all__ = [
     "replicate_engine",
     "share_streams",
     "split_factor",
+    "surround",
 ]
 
 _STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
@@ -97,6 +99,11 @@ def fake_tensors() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode  # half a second, and only an estimate needs it
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def surround(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let ``around(call, *args, **kwargs)`` make every call of ``module``, outside what is compiled of it and its hooks."""
+    module._compiled_call_impl = functools.partial(around, module._compiled_call_impl or module._call_impl)
 
 
 def split_factor(placement: Any) -> int:

@@ -48,6 +48,7 @@ class WrapPlan(PlanData):
         microbatches: int = 1,
         keep: Accumulate = "sharded",
         in_place: bool = False,
+        watched: Sequence[nn.Module] = (),
     ) -> Estimate:
         """Memory of one rank and the collectives of a step. No ranks, no allocation.
 
@@ -61,8 +62,9 @@ class WrapPlan(PlanData):
             keep: What `accumulate` keeps between them.
             in_place: Run ``model`` itself, which is then of no further use, rather than a copy: for a model that cannot
                 be copied, because something put on it holds process groups or its own modules.
+            watched: With ``in_place``: modules whose own part of the activations is wanted.
         """
-        return estimate_step(self, model, inputs, loss, optimizer_states, microbatches, keep, in_place)
+        return estimate_step(self, model, inputs, loss, optimizer_states, microbatches, keep, in_place, watched)
 
     def record_memory(
         self,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from titan_fsdp.names import named_modules
 from titan_fsdp.planning.collectives import Accumulate, Collectives, planned_collectives
 from titan_fsdp.planning.data import PlanData, PlannedUnit
-from titan_fsdp.torch_private import fake_tensors
+from titan_fsdp.torch_private import fake_tensors, surround
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ class Estimate:
     """Most parameters gathered at one time."""
     activations: int
     """Saved for backward, all units; 0 without inputs."""
+    watched: tuple[int, ...]
+    """What each module that `WrapPlan.estimate` was to watch saved of it, inside or outside of compiled code."""
     peak: int
     """Most bytes in forward or backward, from the second step on."""
     peak_before_end: int
@@ -60,13 +62,18 @@ def estimate_step(
     microbatches: int,
     keep: Accumulate,
     in_place: bool = False,
+    watched: Sequence[nn.Module] = (),
 ) -> Estimate:
     """See `WrapPlan.estimate`."""
     if model is None and inputs:
         raise ValueError("estimate got inputs without a model to run them through. Pass estimate(model, inputs).")
-    measured = [(0, 0)] * len(plan.units)
+    if watched and not in_place:
+        raise ValueError(
+            "estimate watches modules of the model that it runs, and a copy has others. Pass in_place=True."
+        )
+    measured, of_watched = [(0, 0)] * len(plan.units), [0] * len(watched)
     if model is not None and inputs:
-        measured = saved_bytes(plan, model, inputs, loss, in_place=in_place)
+        measured, of_watched = saved_bytes(plan, model, inputs, loss, in_place=in_place, watched=watched)
     saved, largest = [total for total, _ in measured], [size for _, size in measured]
     params = sum(_local(u, u.shard_numel()) for u in plan.units)
     grads = sum(_local(u, u.shard_numel(trainable_only=True)) for u in plan.units)
@@ -83,6 +90,7 @@ def estimate_step(
         buffers=plan.buffer_bytes,
         gathered=gathered,
         activations=saved[-1] if saved else 0,
+        watched=tuple(of_watched),
         peak=base + max(forward, backward, at_end),
         peak_before_end=base + max(forward, backward),
         collectives=planned_collectives(plan, microbatches, keep),
@@ -96,19 +104,24 @@ def saved_bytes(
     loss: Callable[[Any], Tensor] | None,
     *,
     in_place: bool = False,
-) -> list[tuple[int, int]]:
+    watched: Sequence[nn.Module] = (),
+) -> tuple[list[tuple[int, int]], list[int]]:
     """For each unit: bytes saved for backward when its forward has ended, cumulative, and its largest saved tensor.
 
-    The root's entry is the total and what is saved after the last unit.
+    The root's entry is the total and what is saved after the last unit. Beside it, what each watched module saves.
     """
     bare = (model if in_place else copy.deepcopy(model)).to("meta").to(plan.policy.mp.param_dtype)
     with fake_tensors():
-        return _saved_bytes(plan, bare, inputs, loss)
+        return _saved_bytes(plan, bare, inputs, loss, watched)
 
 
 def _saved_bytes(
-    plan: PlanData, model: nn.Module, inputs: Sequence[Any], loss: Callable[[Any], Tensor] | None
-) -> list[tuple[int, int]]:
+    plan: PlanData,
+    model: nn.Module,
+    inputs: Sequence[Any],
+    loss: Callable[[Any], Tensor] | None,
+    watched: Sequence[nn.Module],
+) -> tuple[list[tuple[int, int]], list[int]]:
     dtype = plan.policy.mp.param_dtype
     pretend_on_cpu(model)
     args = [fake_input(a, dtype) if isinstance(a, Tensor) else a for a in inputs]
@@ -136,6 +149,19 @@ def _saved_bytes(
 
         return hook
 
+    of_watched = [0] * len(watched)
+
+    def watch(number: int) -> Callable[..., Any]:
+        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            before = total
+            output = call(*args, **kwargs)
+            of_watched[number] += total - before
+            return output
+
+        return around
+
+    for number, module in enumerate(watched):
+        surround(module, watch(number))
     modules = named_modules(model)
     for unit in plan.units[:-1]:
         modules[unit.fqns[-1]].register_forward_hook(mark(unit.name))
@@ -143,7 +169,7 @@ def _saved_bytes(
         output = model(*args)
         if loss is not None:
             output = loss(output)
-    return [after.get(unit.name, (total, largest)) for unit in plan.units[:-1]] + [(total, largest)]
+    return [after.get(unit.name, (total, largest)) for unit in plan.units[:-1]] + [(total, largest)], of_watched
 
 
 def fake_input(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from titan_fsdp.names import named_modules, named_parameters
 from titan_fsdp.planning.data import PlanData
 from titan_fsdp.planning.estimate import fake_input, full_grads, gather_buffer, kept_gathered, pretend_on_cpu
-from titan_fsdp.torch_private import fake_tensors
+from titan_fsdp.torch_private import fake_tensors, surround
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +184,9 @@ class _Units:
                 self._surround(modules[fqn], number, first=fqn == unit.fqns[0], last=fqn == unit.fqns[-1])
 
     def _surround(self, module: nn.Module, number: int, *, first: bool, last: bool) -> None:
-        """Around the module's call, outside what is compiled of it."""
-        call = module._compiled_call_impl or module._call_impl
+        """Around the module's call."""
 
-        def around(*args: Any, **kwargs: Any) -> Any:
+        def around(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             before = self._recorder.where
             if first:
                 self._forward(number)
@@ -203,7 +202,7 @@ class _Units:
                     leaf.register_hook(lambda _: self._turn_of(number))
             return output
 
-        module._compiled_call_impl = around
+        surround(module, around)
 
     def _gather(self, number: int, buffer: int | None) -> None:
         """Copy a unit's parameters out of their flat buffer; then the buffer before it is not needed any more."""

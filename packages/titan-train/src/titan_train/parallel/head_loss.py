@@ -57,6 +57,8 @@ class LossHead(nn.Linear):
     """Weight of the z-loss in the gradients."""
     shard: VocabShard | None = None
     """Where tensor parallelism has cut the vocabulary."""
+    chunk_tokens: int = 0
+    """As in `linear_cross_entropy_sum`."""
 
     @classmethod
     def of(cls, linear: nn.Linear, z_loss: float = 0.0) -> "LossHead":
@@ -70,8 +72,9 @@ class LossHead(nn.Linear):
         """Logits ``[..., V]`` of hidden states ``[..., d]``; with labels ``[...]``, what `linear_cross_entropy_sum` gives."""
         if labels is None:
             return super().forward(input)
+        bias = cast("Tensor | None", self.bias)
         return linear_cross_entropy_sum(
-            input, self.weight, labels, bias=cast("Tensor | None", self.bias), z_loss=self.z_loss, shard=self.shard
+            input, self.weight, labels, bias=bias, z_loss=self.z_loss, shard=self.shard, chunk_tokens=self.chunk_tokens
         )
 
 

@@ -36,7 +36,7 @@ from titan_train.parallel.compiled import compile_blocks, compile_pieces
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.expert.apply import apply_expert_parallel
 from titan_train.parallel.float8 import convert_to_float8
-from titan_train.parallel.head_loss import fuse_head_loss
+from titan_train.parallel.head_loss import LossHead, fuse_head_loss
 from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
 from titan_train.parallel.layout.degrees import Mode, wrapped_over
 from titan_train.parallel.layout.run import plan_run
@@ -284,22 +284,18 @@ class RankProgram:
 
     def _count(self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool) -> int:
         """Bytes that a micro-batch leaves for backward; of blocks that are alike two are run, the others count as the second."""
-
-        def run(kept: Sequence[int]) -> int:
-            part = make()
-            keep_blocks(part, kept)
-            return self._trace(self._cut(part, running=True), sizes, last=last)
-
-        blocks = blocks_of(make())
+        part = make()
+        blocks = blocks_of(part)
         alike: dict[Any, list[int]] = {}
         # of other people's blocks, equal parameters do not mean equal programs: masks alternate
         layered = self.config.activations.checkpoint in ("every", "pattern") or not is_shipped(self.whole)
         for number, block in enumerate(blocks):
             alike.setdefault(number if layered else _kind_of(block), []).append(number)
-        once = sorted(numbers[0] for numbers in alike.values())
-        base = run(once)
-        more = [(len(same) - 1, sorted([*once, same[1]])) for same in alike.values() if len(same) > 1]
-        return base + sum(count * (run(kept) - base) for count, kept in more)
+        again = {same[1]: len(same) - 2 for same in alike.values() if len(same) > 1}
+        keep_blocks(part, sorted([*(same[0] for same in alike.values()), *again]))
+        running = self._cut(part, running=True)
+        total, each = self._trace(running, [blocks[number] for number in again], sizes, last=last)
+        return total + sum(count * size for count, size in zip(again.values(), each, strict=True))
 
     def _compile(self, running: nn.Module) -> None:
         """Apply recomputation, and compile as the trainer does, but for the code; in place."""
@@ -311,8 +307,13 @@ class RankProgram:
             activations = compile_pieces(running, blocks, compiling, activations)
         apply_activation_checkpointing(running, blocks, activations)
 
-    def _trace(self, running: nn.Module, sizes: dict[str, int], *, last: bool) -> int:
-        """The same, counted while a micro-batch runs on fake tensors; compiled blocks go through torch's own partitioner."""
+    def _trace(
+        self, running: nn.Module, watched: Sequence[nn.Module], sizes: dict[str, int], *, last: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        """The same, counted while a micro-batch runs on fake tensors; compiled blocks go through torch's own partitioner.
+
+        Beside it, what each of the ``watched`` blocks leaves.
+        """
         blocks, config = blocks_of(running), self.config
         if config.compile.enabled:
             torch._dynamo.reset()  # a block that was compiled too often for other layouts would stay eager
@@ -325,7 +326,8 @@ class RankProgram:
         if on_gpu and config.compile.enabled:  # the last norm lies in no compiled block
             fuse_norms_beside(running, blocks)
         with norms_of_a_gpu() if on_gpu and not config.compile.enabled else nullcontext():
-            return plan.estimate(running, self._inputs(running), loss=loss, in_place=True).activations
+            found = plan.estimate(running, self._inputs(running), loss=loss, in_place=True, watched=watched)
+        return found.activations, found.watched
 
     def _cut(self, part: nn.Module, *, running: bool = False) -> nn.Module:
         """Tensor parallelism's cut, as the first of its ranks has it. One that runs has its float8 layers, and the loss in the
@@ -338,6 +340,8 @@ class RankProgram:
             convert_to_float8(part, config.float8, tokens=tokens, fuse_norms=whole, eager=not config.compile.enabled)
         if running and config.train.fused_loss:
             head = fuse_head_loss(part, z_loss=0.0, vocab_size=1)
+        if head is not None:  # one chunk leaves what many do, and is a hundredth of their operators
+            cast(LossHead, part.get_submodule(head)).chunk_tokens = 2**62
         if self.group is not None:
             parallel = self.config.parallel
             apply_tensor_parallel(
