@@ -139,7 +139,7 @@ def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], s
     from titan_train.config import load_config
     from titan_train.planner.memory.ranks import rehearse
 
-    lines: list[str] = []
+    lines, counted = list[str](), dict[str, tuple[int, str]]()
     limit, number = ranking.request.limit_bytes, 0
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.toml"
@@ -147,9 +147,10 @@ def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], s
             e = ranking.best[number]
             file.write_text(written(e.setup))
             try:
-                found = max(rehearse(load_config(str(file)), e.setup.world_size), key=lambda rank: rank.peak)
+                ranks = rehearse(load_config(str(file)), e.setup.world_size, counted)
             except ValueError as err:
                 return [*lines, f"not rehearsed: {err}"]
+            found = max(ranks, key=lambda rank: rank.peak)
             sizes = f"{found.peak / 2**30:.1f} GiB, planned {e.memory.allocated_gib:.1f}"
             if found.peak > limit:
                 ranking.best.pop(number)

@@ -57,8 +57,13 @@ from titan_train.planner.translate import setup_of_config
 from titan_train.task import load_task, task_name
 
 
-def rehearse(config: Config, devices: int) -> list[RankEstimate]:
+def rehearse(config: Config, devices: int, counted: dict[str, tuple[int, str]] | None = None) -> list[RankEstimate]:
     """Build each pipeline rank's program as it will run, run a micro-batch of it on fake tensors, and count.
+
+    Args:
+        config: The run's configuration.
+        devices: Ranks.
+        counted: What earlier calls counted, of programs that data parallelism alone may not share; filled.
 
     Raises:
         ValueError: The layout, the batch or the model cannot run on so many devices.
@@ -67,8 +72,9 @@ def rehearse(config: Config, devices: int) -> list[RankEstimate]:
     model = build_model(config.model, vocab_size=None)
     hold_weights(model, config.optimizer.weights)
     return estimate_ranks(
-        config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule, closed_form=False
-    )
+        config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule, closed_form=False,
+        counted=counted,
+    )  # fmt: skip
 
 
 def estimate_ranks(
@@ -80,6 +86,7 @@ def estimate_ranks(
     batch: BatchPlan,
     schedule: Schedule | None,
     closed_form: bool = True,
+    counted: dict[str, tuple[int, str]] | None = None,
 ) -> list[RankEstimate]:
     """Estimate one rank of each pipeline rank; those that differ in other axes hold as much.
 
@@ -91,9 +98,11 @@ def estimate_ranks(
         batch: How a step is cut.
         schedule: The pipeline's; None without one.
         closed_form: Count activations by formula where there is one; False always runs a micro-batch on fake tensors.
+        counted: As for `rehearse`.
     """
-    with pretended_groups(layout.spec.tp, layout.spec.ep) as (group, experts):
-        rank = RankProgram(config, layout, mode, batch, whole, group, experts, closed_form)
+    counted = {} if counted is None else counted
+    with pretended_groups(layout.spec.tp, layout.spec.ep) as (group, experts), _compiled_anew(config.compile):
+        rank = RankProgram(config, layout, mode, batch, whole, group, experts, closed_form, counted)
         if schedule is None:
             whole_of_it = rank.measure(functools.partial(copy.deepcopy, whole), None, last=True)
             return [rank.add_up([whole_of_it], 1.0, pipeline_rank=0)]
@@ -148,6 +157,8 @@ class RankProgram:
     """Of tensor parallelism."""
     experts_group: dist.ProcessGroup | None
     closed_form: bool
+    counted: dict[str, tuple[int, str]]
+    """Bytes that parts leave for backward, and what was left out of them, by all that decides it."""
 
     def kind(self, blocks: Sequence[nn.Module], stage: int, last: int) -> Any:
         """Equal for two stages that hold the same: their layers are alike, and no setting names a layer."""
@@ -162,15 +173,10 @@ class RankProgram:
         sizes = wrapped_over(self.layout, self.mode)
         activations, left_out = self._closed_form(layers), ""
         if activations is None:
-            # with all its experts: as many rows meet them, whoever holds them
-            try:
-                activations = self._count(make, sizes, last=last)
-            except Exception as err:  # torch.compile may fail on any model, as it may in the run
-                if not config.compile.enabled:
-                    raise
-                eager = replace(self, config=replace(config, compile=replace(config.compile, enabled=False)))
-                activations = eager._count(make, sizes, last=last)
-                left_out = f"torch.compile, which keeps less: {type(err).__name__} while it was rehearsed"
+            key = f"{self._program()} {layers} {last}"
+            if key not in self.counted:
+                self.counted[key] = self._rehearsed(make, sizes, last=last)
+            activations, left_out = self.counted[key]
         held, plan = self._planned(make)
         # a pipeline keeps whole gradients until its schedule ends
         keep = "unsharded" if spec.pp > 1 else config.parallel.accumulate
@@ -183,6 +189,26 @@ class RankProgram:
             added_up = self.batch.accumulation > 1
             stays = sum(u.gather_bytes + u.reduce_numel * u.reduce_dtype.itemsize * added_up for u in plan.units)
         return _Stage(count, estimate, activations, ends, stays, left_out)
+
+    def _rehearsed(self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool) -> tuple[int, str]:
+        """What a micro-batch of the part leaves; and what of its program could not be built."""
+        config = self.config
+        # with all its experts: as many rows meet them, whoever holds them
+        try:
+            return self._count(make, sizes, last=last), ""
+        except Exception as err:  # torch.compile may fail on any model, as it may in the run
+            if not config.compile.enabled:
+                raise
+            eager = replace(self, config=replace(config, compile=replace(config.compile, enabled=False)))
+            left_out = f"torch.compile, which keeps less: {type(err).__name__} while it was rehearsed"
+            return eager._count(make, sizes, last=last), left_out
+
+    def _program(self) -> str:
+        """All of a configuration that may change what a micro-batch leaves; not over how many ranks parameters are sharded."""
+        config, spec = self.config, self.layout.spec
+        parallel = replace(config.parallel, dp_replicate=1, dp_shard=1, reshard="default")
+        layout = (self.mode, self.batch.microbatch, spec.tp, spec.cp, spec.ep)
+        return repr((replace(config, parallel=parallel), layout))
 
     def record(self, make: Callable[[], nn.Module], *, last: bool) -> "fsdp.MemoryTrace":
         """Every allocation of one micro-batch, forward and backward, in order; of the program as it will run."""
@@ -316,7 +342,6 @@ class RankProgram:
         """
         blocks, config = blocks_of(running), self.config
         if config.compile.enabled:
-            torch._dynamo.reset()  # a block that was compiled too often for other layouts would stay eager
             self._compile(running)
         else:
             rehearse_activation_checkpointing(running, blocks, config.activations)
@@ -393,6 +418,17 @@ class RankProgram:
         width = next(module.embedding_dim for module in self.whole.modules() if isinstance(module, nn.Embedding))
         cut = spec.tp if self.config.parallel.sequence_parallel else 1
         return (torch.zeros(rows, seq_len // cut, width, device="meta", requires_grad=True),)
+
+
+@contextmanager
+def _compiled_anew(config: CompileConfig) -> Generator[None]:
+    """Stages share what is compiled of equal blocks; none stays eager because it was compiled too often, here or before."""
+    if not config.enabled:
+        yield
+        return
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1024):
+        yield
 
 
 def _partitioned(config: CompileConfig) -> CompileConfig:
