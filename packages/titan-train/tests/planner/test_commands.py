@@ -1,5 +1,6 @@
 """The commands, as a person types them."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -28,7 +29,12 @@ def test_estimate_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) 
 def test_plan_writes_configuration_picture_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stem = tmp_path / "plan"
     assert main(["plan", "qwen3_0.6b", "--devices", "8", "--global-batch", "64", "--out", str(stem)]) == 0
-    assert "GPU-hours are for 1 B tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "GPU-hours are for 1 B tokens" in said
+    for number in "123":  # as it will run, the first three need what is planned
+        sizes = re.search(rf"rehearsed {number}: ([\d.]+) GiB, planned ([\d.]+)", said)
+        assert sizes is not None
+        assert float(sizes[1]) == pytest.approx(float(sizes[2]), rel=0.05)
     config = tomllib.loads((tmp_path / "plan.toml").read_text())
     assert config["model"]["name"] == "qwen3_0.6b"
     assert "const DATA" in (tmp_path / "plan.html").read_text()
@@ -101,13 +107,13 @@ def test_plan_takes_a_configuration_a_measured_machine_and_constants_of_ones_own
 
 
 def test_plan_of_a_diffusion_model_has_its_own_number_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "flux_schnell", "--devices", "8", "--global-batch", "64"]) == 0
+    assert main(["plan", "flux_schnell", "--rehearse", "0", "--devices", "8", "--global-batch", "64"]) == 0
     assert "64 sequences of 4,352 tokens" in capsys.readouterr().out
 
 
 def test_plan_compares_two_of_its_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama3_8b", "--devices", "8", "--global-batch", "64", "--explain", "1", "2"]
-    assert main([*words, "--out", str(tmp_path / "plan")]) == 0
+    assert main([*words, "--rehearse", "0", "--out", str(tmp_path / "plan")]) == 0
     assert "B - A" in capsys.readouterr().out
     assert (tmp_path / "plan.toml").exists()
 

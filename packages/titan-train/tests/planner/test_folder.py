@@ -41,7 +41,10 @@ def test_a_folders_blocks_are_counted_on_its_own_module(name: str) -> None:
     # the embedding, the mask and the head keep a little beside the blocks
     assert kept_bytes(shape, setup) == pytest.approx(rank.activations, rel=0.05)
     assert kept_bytes(shape, setup) > 3 * kept_bytes(plain, setup)
-    assert kept_bytes(shape, replace(setup, recompute="full")) == 6 * 2048 * 64 * 2  # each block's input
+    again = replace(setup, recompute="full")
+    assert kept_bytes(shape, again) == 6 * 2048 * 64 * 2  # each block's input
+    both = (kept_bytes(shape, again) + kept_bytes(shape, setup)) / 2
+    assert kept_bytes(shape, replace(again, recompute_share=0.5)) == pytest.approx(both)
 
 
 def test_scores_that_are_written_take_time(name: str) -> None:
@@ -54,4 +57,6 @@ def test_scores_that_are_written_take_time(name: str) -> None:
 def test_plan_of_a_folder_uses_its_module(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", name, "--devices", "2", "--seq-len", "1024", "--global-batch", "8", "--precision", "bf16"]
     assert main(words) == 0
-    assert "8 sequences of 1,024 tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "8 sequences of 1,024 tokens" in said
+    assert "rehearsed 3: " in said

@@ -47,7 +47,8 @@ def folder(tmp_path: Path, **fields: object) -> str:
 
 def test_plan_and_estimate_take_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = folder(tmp_path, **PHI_4)
-    assert main(["plan", name, "--devices", "8", "--global-batch", "64", "--out", str(tmp_path / "p")]) == 0
+    words = ["plan", name, "--rehearse", "0", "--global-batch", "64", "--out", str(tmp_path / "p")]
+    assert main([*words, "--devices", "8"]) == 0
     assert f'name = "{name}"' in (tmp_path / "p.toml").read_text()
     capsys.readouterr()
     assert main(["check", str(tmp_path / "p.toml"), "--hardware", "h100", "--devices", "8"]) == 0
@@ -58,7 +59,8 @@ def test_a_family_without_a_plan_is_planned_for_data_parallelism_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = folder(tmp_path, **{**LLAMA3_8B, "model_type": "granite"})
-    assert main(["plan", name, "--devices", "64", "--global-batch", "64", "--out", str(tmp_path / "p")]) == 0
+    words = ["plan", name, "--rehearse", "0", "--global-batch", "64", "--out", str(tmp_path / "p")]
+    assert main([*words, "--devices", "64"]) == 0
     text = (tmp_path / "p.toml").read_text()
     assert all(f"{axis} = 1\n" in text for axis in ("tp", "cp", "pp", "ep"))
     assert "granite" not in HF_PLANS

@@ -152,7 +152,10 @@ def test_a_predicted_trace_lasts_as_long_as_the_estimate_and_its_slices_nest(nam
 
 def test_plan_and_check_write_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trace.json"
-    assert main(["plan", "llama3_1b", "--devices", "8", "--global-batch", "64", "--trace", str(file)]) == 0
+    assert (
+        main(["plan", "llama3_1b", "--rehearse", "0", "--devices", "8", "--global-batch", "64", "--trace", str(file)])
+        == 0
+    )
     assert "ui.perfetto.dev" in capsys.readouterr().out
     assert json.loads(file.read_text())["titan"]["seconds"] > 0
     assert main(["check", "llama3_1b", "--hardware", "h100", "--devices", "8", "--trace", str(file)]) == 0

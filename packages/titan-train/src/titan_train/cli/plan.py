@@ -2,11 +2,12 @@
 
 `titan-train plan llama3_70b --devices 256 --hardware h100 --seq-len 8192 --global-batch 512 --out plan` writes the best
 setup as a configuration (plan.toml), the memory-speed picture (plan.svg) and a page with sliders (plan.html).
-`--explain 1 3` compares two of the list term by term. No torch, no ranks, unless `--rehearse 3` asks to build the first three as
-they will run, on fake tensors, before they are shown: one that does not fit leaves the list.
+`--explain 1 3` compares two of the list term by term. The first three are built as they will run, on fake tensors, before they
+are shown: one that does not fit leaves the list. `--rehearse 0` leaves that out, and answers without torch.
 """
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from titan_train.cli.parser import integer, number
 
 if TYPE_CHECKING:
     from titan_train.config import Config
+    from titan_train.planner.estimate import StepEstimate
     from titan_train.planner.search.search import Ranking
     from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Setup, States
@@ -55,9 +57,9 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--rehearse",
         type=integer(0, 10**4),
-        default=0,
+        default=3,
         metavar="N",
-        help="build the first N as they will run, on fake tensors, before they are shown: 10 seconds each and more",
+        help="build the first N as they will run, on fake tensors, before they are shown (default 3; 0 only searches)",
     )
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.toml, STEM.svg and STEM.html")
     parser.add_argument(
@@ -92,6 +94,8 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     if not ranking.best:
         print(refuse_search(request, ranking.closest))
         return 2
+    if arguments.explain:
+        _chosen(ranking, *arguments.explain)
     base = configuration_of(arguments.model)
     trained = bool(base or request.shape.name in list_models() or request.shape.name.startswith(PREFIX))
     nproc, notes = min(request.machine.domain, 8), list[str]()
@@ -103,10 +107,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             print("\n".join(notes))
             return 2
     if arguments.explain:
-        a, b = arguments.explain
-        if not min(a, b) >= 1 or max(a, b) > len(ranking.best):
-            raise ValueError(f"--explain {a} {b}: the list has {len(ranking.best)} setups; give two numbers of it.")
-        print(comparison_text(ranking.best[a - 1], ranking.best[b - 1]))
+        print(comparison_text(*_chosen(ranking, *arguments.explain)))
     else:
         print("\n".join([ranking_text(ranking), *(["", *notes] if notes else [])]))
     plan = Plan(ranking.best[0], request.limit_bytes, request.constants)
@@ -134,17 +135,27 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 0
 
 
+def _chosen(ranking: "Ranking", *numbers: int) -> "list[StepEstimate]":
+    if not 1 <= min(numbers) <= max(numbers) <= len(ranking.best):
+        words = " ".join(map(str, numbers))
+        raise ValueError(f"--explain {words}: the list has {len(ranking.best)} setups; give two numbers of it.")
+    return [ranking.best[number - 1] for number in numbers]
+
+
 def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], str]") -> list[str]:
     """Rehearse the first setups of a ranking; one that needs more memory than there is leaves the list. Returns lines on it."""
     from titan_train.config import load_config
     from titan_train.planner.memory.ranks import rehearse
+    from titan_train.terminal import clean_console
 
     lines, counted = list[str](), dict[str, tuple[int, str]]()
     limit, number = ranking.request.limit_bytes, 0
-    with tempfile.TemporaryDirectory() as folder:
+    shown = clean_console(sys.stderr).status("")
+    with tempfile.TemporaryDirectory() as folder, shown:
         file = Path(folder) / "plan.toml"
         while number < min(count, len(ranking.best)):
             e = ranking.best[number]
+            shown.update(f"rehearsing {number + 1} of {min(count, len(ranking.best))}: {e.setup.describe()}")
             file.write_text(written(e.setup))
             try:
                 ranks = rehearse(load_config(str(file)), e.setup.world_size, counted)

@@ -35,10 +35,16 @@ class FolderBlocks:
         self._found: dict[tuple[str, int], float] = {}
 
     def __call__(self, setup: Setup) -> float:
-        """Bytes that one block keeps of one microbatch on one rank."""
+        """Bytes that one block keeps of one microbatch on one rank; the mean, where every k-th is recomputed."""
+        kept = self._kept(setup.recompute, setup)
+        if setup.recompute == "full" and setup.recompute_share < 1:
+            kept = setup.recompute_share * kept + (1 - setup.recompute_share) * self._kept("none", setup)
+        return kept
+
+    def _kept(self, recompute: str, setup: Setup) -> float:
         tokens = setup.seq_len // setup.cp
         counted = min(tokens, _LINEAR) if self.fused_attention else tokens  # without scores, each token keeps as much
-        key = setup.recompute, counted
+        key = recompute, counted
         if key not in self._found:
             few, more = (self._activations(count, *key) for count in (2, 4))
             self._found[key] = (more - few) / 2

@@ -9,7 +9,7 @@ import copy
 import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import titan_fsdp as fsdp
@@ -157,7 +157,7 @@ class RankProgram:
     """Of tensor parallelism."""
     experts_group: dist.ProcessGroup | None
     closed_form: bool
-    counted: dict[str, tuple[int, str]]
+    counted: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     """Bytes that parts leave for backward, and what was left out of them, by all that decides it."""
 
     def kind(self, blocks: Sequence[nn.Module], stage: int, last: int) -> Any:
