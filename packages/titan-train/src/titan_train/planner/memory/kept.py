@@ -44,6 +44,7 @@ def tokens_of(setup: Setup) -> RankTokens:
         pays=partial(_pays, setup),
         fused_norms=setup.fused_norms,
         casting_norms=setup.float8 and setup.tp == setup.pp == 1,
+        ep=setup.ep,
     )
 
 
@@ -97,7 +98,7 @@ def _memo(
     key = (
         name, setup.recompute, setup.mlp_tiles, setup.recompute_modules, setup.recompute_share, setup.early_stop, setup.stack,
         setup.precision, setup.min_speedup, setup.fused_norms,
-        setup.ep > 1, setup.tp, setup.pp > 1, setup.microbatch, setup.cp > 1 and setup.cp_method, setup.seq_len // setup.cp,
+        setup.ep, setup.tp, setup.pp > 1, setup.microbatch, setup.cp > 1 and setup.cp_method, setup.seq_len // setup.cp,
     )  # fmt: skip
     if key not in shape.memo:
         at = tokens_of(setup)
@@ -160,6 +161,10 @@ def _of_program(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
         if setup.stack == "eager" and has_closed_form(block):
             return block_saved_bytes(block, dim, at)
     total = _estimated(block, dim, setup, at) * at.whole / at.tp
+    if isinstance(f, ExpertsShape) and setup.float8 and not setup.te:  # counted as their products' inputs so far
+        width = (f.latent_dim or dim) + f.hidden
+        twice = (f.latent_dim or dim) if setup.stack == "eager" else 0  # each product casts what it reads
+        total += at.kept_of_experts(f, width + twice) - at.element * at.residual * f.per_token * width
     if block.delta is not None or (a is not None and a.gated):
         total += 2 * at.element * dim * (at.whole - at.residual)  # what enters column-parallel products is whole
     return total
@@ -197,7 +202,7 @@ def _compiled(block: Block, dim: int, at: RankTokens) -> float:
     assert isinstance(f, ExpertsShape)
     k = f.per_token
     total += r * (_WIDE * (dim + f.num_experts) + (3 * _INDEX + _WIDE) * k) + _WIDE * f.num_experts * dim  # router
-    total += r * k * (e * (dim + (f.matrices - 1) * f.hidden) + (cast or e) * (dim + f.hidden))
+    total += r * k * e * (dim + (f.matrices - 1) * f.hidden) + at.kept_of_experts(f, dim + f.hidden)
     if f.shared_hidden:
         total += n * _of_feed_forward(f.shared_hidden, f.matrices, dim, at)
     return total

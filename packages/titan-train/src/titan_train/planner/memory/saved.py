@@ -35,6 +35,18 @@ class RankTokens:
     """An RMSNorm is one kernel and keeps its input, as torch's on a GPU does."""
     casting_norms: bool = False
     """So are those in front of float8 products, which normalize and cast in one pass."""
+    ep: int = 1
+    """Ranks that share the experts."""
+
+    def kept_of_experts(self, f: ExpertsShape, width: int) -> float:
+        """Bytes of the casts of what ``width`` elements in front of grouped products hold, for the weights' gradient: each
+        expert's rows fill up blocks of 128, whose number is not known, so that there is room for any; a scale for each block.
+        """
+        rows = self.residual * f.per_token
+        if not self.float8:
+            return self.element * rows * width
+        padded = -(-(rows + 127 * f.num_experts // self.ep) // 128) * 128
+        return padded * width * (1 + _WIDE / 128)
 
     def kept_input(self, inputs: int, *outputs: int) -> int:
         """Bytes for each token and each of ``inputs`` elements that whole linears of one input keep of it.
@@ -185,7 +197,8 @@ def _experts(f: ExpertsShape, dim: int, at: RankTokens) -> int:
     router += _WIDE * dim * f.num_experts if e != _WIDE else 0  # the gate's weight in float32
     router += _INDEX * f.num_experts + 3 * _WIDE  # counts and losses
     rows = 2 * _INDEX * n * k + _WIDE * n * k + _WIDE * f.num_experts  # orders, weights, ends of groups
-    rows += e * n * k * (2 * dim + 4 * f.hidden)
+    rows += e * n * k * (dim + 3 * f.hidden)
+    rows += int(at.kept_of_experts(f, dim * (2 if at.float8 else 1) + f.hidden))  # each product casts what it reads
     if not f.shared_hidden:
         return router + rows
     same_input = e == _WIDE and (at.tp == 1 or not at.sequence_parallel)  # the router saves the same tensor
