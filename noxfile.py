@@ -197,7 +197,12 @@ CARDS = [
     "llama3_8b", "qwen3_8b", "qwen3_30b_a3b", "deepseek_v3", "hf:gemma2", "hf:gpt_oss", "hf:qwen3_next", "hf:olmo3", "hf:mixtral",
     "hf:glm4_moe",
 ]  # fmt: skip
-_PUBLISH = "import sys; from transformers import CONFIG_MAPPING as M; M[sys.argv[1]]().save_pretrained(sys.argv[2])"
+_PUBLISH = (
+    "import sys, json; from transformers import CONFIG_MAPPING as M; "
+    "M[sys.argv[1]](**json.loads(sys.argv[2])).save_pretrained(sys.argv[1])"
+)
+_AS_PUBLISHED = {"glm4_moe": '{"head_dim": 128, "use_qk_norm": true}'}
+"""What default configurations of transformers lack of the published models."""
 
 
 @nox.session(default=False)
@@ -209,7 +214,8 @@ def cards(session: nox.Session) -> None:
         folder = ROOT / "docs/reference/cards" / name.removeprefix("hf:")
         with session.chdir(session.create_tmp()):
             if name.startswith("hf:"):  # a family of transformers as its default configuration describes it
-                session.run("python", "-c", _PUBLISH, *[name.removeprefix("hf:")] * 2)
+                kind = name.removeprefix("hf:")
+                session.run("python", "-c", _PUBLISH, kind, _AS_PUBLISHED.get(kind, "{}"))
             shutil.rmtree("card", ignore_errors=True)
             session.run("titan-train", "card", name, "--out", "card", env=TEST_ENV, success_codes=[0, 1])
             folder.mkdir(parents=True, exist_ok=True)
