@@ -11,7 +11,7 @@ from titan_train.parallel.layout.run import plan_run
 from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.memory.folder import of_folder
 from titan_train.planner.memory.kept import kept_bytes
-from titan_train.planner.memory.ranks import estimate_ranks
+from titan_train.planner.memory.ranks import estimate_ranks, rehearse
 
 pytest.importorskip("transformers")
 GEMMA = {
@@ -60,3 +60,46 @@ def test_plan_of_a_folder_uses_its_module(name: str, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "8 sequences of 1,024 tokens" in said
     assert "rehearsed 3: " in said
+
+
+@pytest.fixture
+def hybrid(tmp_path) -> str:
+    """Eight layers, two of them of attention; the first two feed-forwards are dense."""
+    from transformers import Qwen3NextConfig
+
+    Qwen3NextConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+        mlp_only_layers=[0, 1], max_position_embeddings=1024,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    return f"hf:{tmp_path}"
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_blocks_of_each_sort_stand_for_all(hybrid: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--model.name", hybrid, "--model.seq_len", "256", "--train.microbatch", "1", "--train.global_batch", "1"]
+    words += [
+        "--train.dtype",
+        "bf16",
+        "--parallel.mode",
+        "fsdp",
+        "--launch.nproc",
+        "1",
+        "--compile.enabled",
+        str(compiled),
+    ]
+    config = load_config("debug", [word.lower() if word in ("True", "False") else word for word in words])
+    few = rehearse(config, 1)
+    monkeypatch.setattr("titan_train.planner.memory.ranks.sort_of", lambda _: object())  # no two are alike
+    assert rehearse(config, 1)[0].activations == few[0].activations
+
+
+def test_layers_with_a_state_stay_whole_under_tensor_parallelism(hybrid: str) -> None:
+    shape = of_folder(find_shape(hybrid), hybrid, {})
+    setup = Setup(seq_len=256, global_batch=1, stack="eager")
+    assert kept_bytes(shape, replace(setup, tp=2)) > 0.55 * kept_bytes(shape, setup)
+    assert (
+        kept_bytes(shape, replace(setup, tp=2, recompute="full"))
+        == kept_bytes(shape, replace(setup, recompute="full")) / 2
+    )

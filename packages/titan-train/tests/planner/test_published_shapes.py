@@ -25,6 +25,12 @@ DEEPSEEK_V3 = {
     "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280, "tie_word_embeddings": False, "n_group": 8,
     "topk_group": 4,
 }  # fmt: skip
+QWEN3_5_9B = {
+    "model_type": "qwen3_5_text", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "head_dim": 256, "intermediate_size": 12288, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "vocab_size": 248320,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -33,8 +39,9 @@ DEEPSEEK_V3 = {
         (LLAMA3_8B, 8_030_261_248),
         (PHI_4, 14_659_507_200),  # as its model card's files count
         (DEEPSEEK_V3, find_shape("deepseek_v3").parameters()),
+        (QWEN3_5_9B, 8_953_803_264),  # of transformers' module
     ],
-    ids=["llama3_8b", "phi_4", "deepseek_v3"],
+    ids=["llama3_8b", "phi_4", "deepseek_v3", "qwen3.5_9b"],
 )
 def test_parameters_of_published_models_are_exact(published: dict[str, object], parameters: int) -> None:
     assert shape_of_published("hf:x", published).parameters() == parameters

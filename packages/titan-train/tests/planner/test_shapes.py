@@ -49,7 +49,8 @@ def test_a_cut_model_keeps_one_dense_block() -> None:
     ("name", "billions"),
     [
         ("moonlight-16b", 16.0), ("glm4.5", 355.0), ("glm4.5-air", 106.0), ("minimax-m2", 230.0), ("qwen3-next-80b-a3b", 80.0),
-        ("kimi-linear-48b", 49.1),
+        ("kimi-linear-48b", 49.1), ("glm-5", 744.0), ("glm-4.5", 355.0), ("qwen3.5-9b", 9.0), ("qwen-3.5-27b", 27.0),
+        ("qwen3.5-35b-a3b", 34.66), ("qwen3.5-397b-a17b", 397.0),
     ],
 )  # fmt: skip
 def test_a_published_shape_has_the_published_number_of_parameters(name: str, billions: float) -> None:

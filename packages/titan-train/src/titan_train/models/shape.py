@@ -185,6 +185,8 @@ class Block:
     ffn: FeedForwardShape | ExpertsShape | None = None
     ssm: StateSpaceShape | None = None
     delta: DeltaShape | None = None
+    whole_state: bool = False
+    """Its layer with a state is whole on every tensor-parallel rank."""
     norms: int = 2
     streams: int = 1
     """Residual streams that hyper-connections mix before and after each half (arXiv 2409.19606)."""
@@ -206,7 +208,7 @@ class Block:
         a = self.attention
         if a is not None and (a.heads % tp or not (a.latent or a.kv_heads % tp == 0)):
             return False
-        return self.delta is None or self.delta.key_heads % tp == 0
+        return self.delta is None or self.whole_state or self.delta.key_heads % tp == 0
 
     def mixer_parameters(self, dim: int) -> int:
         """Parameters of attention or of a layer with a state."""

@@ -45,6 +45,9 @@ def find_shape(name: str) -> ModelShape:
     if name not in known:
         key = name.lower().replace("-", "_").replace("llama3.1", "llama3").replace("llama3.2", "llama3")
     if key not in known:
+        joined = key.replace("_", "")  # glm-4.5, qwen-3.5-9b
+        key = next((other for other in known if other.replace("_", "") == joined), key)
+    if key not in known:
         key = next((other for other in known if key.startswith(other + "_")), key)
     if key in list_models():
         family, args = find_model(key)

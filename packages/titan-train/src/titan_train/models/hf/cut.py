@@ -38,8 +38,13 @@ _NUMBERED = re.compile(r"idx|index|layer_id|layer_num|^_|training|name_or_path")
 
 def layers_that_show_all(layers: Sequence[nn.Module]) -> int:
     """How many of the first layers have one of each sort: the same classes inside, with the same switches. At least two."""
-    sorts = [tuple(_sort(name, module) for name, module in layer.named_modules()) for layer in layers]
+    sorts = [sort_of(layer) for layer in layers]
     return max(min(2, len(sorts)), 1 + max((sorts.index(sort) for sort in sorts), default=0))
+
+
+def sort_of(layer: nn.Module) -> tuple[object, ...]:
+    """Equal for two layers with the same classes inside and the same switches: what they compute has the same shapes."""
+    return tuple(_sort(name, module) for name, module in layer.named_modules())
 
 
 def cuts(filled: Mapping[str, Any], *, depth: int, layers: int) -> Iterator[dict[str, Any]]:

@@ -2,21 +2,32 @@
 
 Families name the same sizes in a few ways, which are all read. What no field says (an ungated feed-forward, biases) is known
 by ``model_type``; its plan says whether queries and keys are normalised. Matrices are exact for the families with a plan whose
-layers are all of softmax attention; up to one vector per layer (norms, biases) may be missed. Layers with a state are counted as
-attention of the same heads.
+layers are of softmax attention or gated delta nets; up to one vector per layer (norms, biases) may be missed. Granite's Mamba-2
+is known; layers with a state of other kinds are counted as attention of the same heads.
 """
 
 from collections.abc import Mapping
 from typing import Any, cast
 
 from titan_train.models.hf.plans import hf_plans
-from titan_train.models.shape import AttentionWidths, Block, ExpertsShape, FeedForwardShape, ModelShape
+from titan_train.models.shape import (
+    AttentionWidths,
+    Block,
+    DeltaShape,
+    ExpertsShape,
+    FeedForwardShape,
+    ModelShape,
+    StateSpaceShape,
+)
 
 _TIED = ("gpt2", "bloom", "opt", "falcon", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
 """Families whose head is the embedding's matrix where the file does not say."""
 _UNGATED = ("gpt2", "gpt_neox", "bloom", "opt", "falcon", "starcoder2", "phi", "gptj", "gpt_bigcode", "mpt", "nemotron")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_k", "moe_topk")
+_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_STATES = ("linear_attention", "mamba")
+"""Words of ``layer_types`` for layers that carry a state."""
 _BIASED = ("gpt2", "gpt_neox", "bloom", "opt", "phi", "starcoder2", "qwen2", "qwen2_moe", "gpt_oss")
 
 
@@ -44,8 +55,9 @@ def shape_of_published(name: str, published: Mapping[str, Any], *, mtp: int = 0)
     dense = FeedForwardShape(hidden, gated=kind not in _UNGATED, bias=kind in _UNGATED and kind in _BIASED)
     routed = _experts(read, hidden)
     norm = 2 if kind in _UNGATED else 1  # LayerNorm has a bias
+    norms = (4 if kind == "gemma3_text" else 2) * norm
     blocks = [
-        Block(count, near, feed, norms=(4 if kind == "gemma3_text" else 2) * norm)
+        _with_state(read, count, feed, norms) if near is None else Block(count, near, feed, norms=norms)
         for near, feed, count in _groups(fields, layers, attention, dense, routed)
     ]
     return ModelShape(
@@ -91,8 +103,19 @@ def _attention(read: _Reader, kind: str, dim: int, heads: int) -> AttentionWidth
         read.size("num_key_value_heads", "num_kv_heads", default=single),
         read.size("head_dim", default=max(1, dim // heads)),
         qk_norm=_norms_heads(kind),
+        gated=kind in _GATED,
         bias=bool(fields.get("attention_bias", kind in _BIASED)),
     )
+
+
+def _with_state(read: _Reader, count: int, feed: FeedForwardShape | ExpertsShape, norms: int) -> Block:
+    """Blocks whose mixer carries a state; tensor parallelism leaves it whole."""
+    if read.fields.get("mamba_n_heads"):
+        sizes = map(read.size, ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups"))
+        return Block(count, None, feed, ssm=StateSpaceShape(*sizes), whole_state=True, norms=norms)
+    names = "num_value_heads", "num_key_heads", "value_head_dim", "key_head_dim", "conv_kernel_dim"
+    delta = DeltaShape(*(read.size(f"linear_{name}") for name in names))
+    return Block(count, None, feed, delta=delta, whole_state=True, norms=norms)
 
 
 def _norms_heads(kind: str) -> bool:
@@ -115,6 +138,7 @@ def _experts(read: _Reader, hidden: int) -> ExpertsShape | None:
         read.size(*_CHOSEN),
         width,
         int(shared),
+        shared_gate=bool(fields.get("shared_expert_intermediate_size")),
         max_groups=int(fields.get("topk_group") or 0) if groups > 1 else 0,
     )
 
@@ -125,19 +149,24 @@ def _groups(
     attention: AttentionWidths,
     dense: FeedForwardShape,
     routed: ExpertsShape | None,
-) -> list[tuple[AttentionWidths, FeedForwardShape | ExpertsShape, int]]:
-    """Layers that are alike, and how many there are of each; dense ones first."""
+) -> list[tuple[AttentionWidths | None, FeedForwardShape | ExpertsShape, int]]:
+    """Layers that are alike, and how many there are of each; dense ones first. None is a layer with a state."""
     window = int(fields.get("sliding_window") or 0) if fields.get("use_sliding_window", True) else 0
+    delta = bool(fields.get("linear_num_value_heads"))
+    every = int(fields.get("full_attention_interval") or 4)
     types: list[Any] = fields.get("layer_types") or []
+    if delta and not types:
+        types = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    states = _STATES if delta or fields.get("mamba_n_heads") else ()
     first = fields.get("max_window_layers", 0) if "use_sliding_window" in fields else 0
     leading = int(fields.get("first_k_dense_replace") or fields.get("moe_layer_start_index") or 0)
     sorts: list[Any] = fields.get("mlp_layer_types") or []
     also = fields.get("mlp_only_layers") or []
-    count: dict[tuple[bool, bool], int] = {}
+    count: dict[tuple[bool, bool, bool], int] = {}
     for layer in range(layers):
         near = window > 0 and (types[layer] == "sliding_attention" if layer < len(types) else layer >= first)
         sparse = sorts[layer] == "sparse" if layer < len(sorts) else layer >= leading and layer not in also
-        kind = routed is not None and sparse, near
+        kind = routed is not None and sparse, near, layer < len(types) and types[layer] in states
         count[kind] = count.get(kind, 0) + 1
     narrow = AttentionWidths(
         attention.heads,
@@ -148,6 +177,10 @@ def _groups(
         window=window,
     )
     return [
-        (narrow if near else attention, routed if is_routed and routed is not None else dense, number)
-        for (is_routed, near), number in sorted(count.items())
+        (
+            None if state else narrow if near else attention,
+            routed if is_routed and routed is not None else dense,
+            number,
+        )
+        for (is_routed, near, state), number in sorted(count.items())
     ]

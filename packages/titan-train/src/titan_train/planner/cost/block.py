@@ -87,7 +87,7 @@ def _block_cost(c: Context, block: Block) -> BlockCost:
     if block.attention is not None:
         _attention(c, block.attention, cost)
     if block.carried is not None:
-        _carried(c, block.carried, cost)
+        _carried(replace(c, setup=c.setup.changed(tp=1)) if block.whole_state else c, block.carried, cost)
     before = cost.forward.get("products", 0.0)
     if isinstance(block.ffn, FeedForwardShape):
         f = block.ffn

@@ -1,11 +1,10 @@
 """A Hugging Face folder's own module in the account: what its blocks keep is counted on fake tensors.
 
 A block of transformers takes norms and rotary positions apart, and where its attention is not fused it keeps the scores:
-several times what our block of the same widths does. It is counted eagerly, for one sequence, as the difference that two
-more blocks make; a compiled block keeps less, so such a plan errs on the safe side.
+several times what our block of the same widths does. It is counted eagerly, for one sequence, as tensor parallelism cuts it; a
+compiled block keeps less, so such a plan errs on the safe side.
 """
 
-import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +13,8 @@ from titan_train.config import Config, load_config
 from titan_train.models.build import build_model
 from titan_train.models.shape import ModelShape
 from titan_train.parallel.layout.run import plan_run
-from titan_train.planner.memory.ranks import estimate_ranks, keep_blocks
+from titan_train.parallel.structure import blocks_of
+from titan_train.planner.memory.ranks import RankProgram, pretended_groups
 from titan_train.planner.setup import Setup
 
 _LINEAR = 1024
@@ -22,7 +22,7 @@ _LINEAR = 1024
 
 
 class FolderBlocks:
-    """Counts what the blocks of a folder's module keep; each recomputation and length once."""
+    """Counts what the blocks of a folder's module keep; each recomputation, length and degree of tensor parallelism once."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         """Nothing is built before it is asked for.
@@ -32,10 +32,10 @@ class FolderBlocks:
             args: ``model.args``, the changes of its configuration.
         """
         self._name, self._args = name, args
-        self._found: dict[tuple[str, int], float] = {}
+        self._found: dict[tuple[str, int, int], float] = {}
 
     def __call__(self, setup: Setup) -> float:
-        """Bytes that one block keeps of one microbatch on one rank; the mean, where every k-th is recomputed."""
+        """Bytes that one block keeps of one microbatch on one rank; the mean of all blocks."""
         kept = self._kept(setup.recompute, setup)
         if setup.recompute == "full" and setup.recompute_share < 1:
             kept = setup.recompute_share * kept + (1 - setup.recompute_share) * self._kept("none", setup)
@@ -44,11 +44,14 @@ class FolderBlocks:
     def _kept(self, recompute: str, setup: Setup) -> float:
         tokens = setup.seq_len // setup.cp
         counted = min(tokens, _LINEAR) if self.fused_attention else tokens  # without scores, each token keeps as much
-        key = recompute, counted
+        key = recompute, counted, setup.tp
         if key not in self._found:
-            few, more = (self._activations(count, *key) for count in (2, 4))
-            self._found[key] = (more - few) / 2
-        return self._found[key] * tokens / counted * setup.microbatch / setup.tp
+            try:
+                found = float(self._of_blocks(*key))
+            except ValueError:  # so many ranks cannot share its heads: a search may ask all the same
+                found = self._of_blocks(recompute, counted, 1) / setup.tp
+            self._found[key] = found / len(blocks_of(self._model))
+        return self._found[key] * tokens / counted * setup.microbatch
 
     @property
     def fused_attention(self) -> bool:
@@ -59,21 +62,21 @@ class FolderBlocks:
     def _model(self) -> Any:
         return build_model(self._config("none", 64).model, vocab_size=None)
 
-    def _config(self, recompute: str, seq_len: int) -> Config:
+    def _config(self, recompute: str, seq_len: int, tp: int = 1) -> Config:
         given = {
             "model.name": self._name, "model.seq_len": seq_len, "train.global_batch": 1, "train.microbatch": 1,
-            "train.dtype": "bf16", "activations.checkpoint": recompute, "parallel.mode": "fsdp", "launch.nproc": 1,
-            "launch.device": "cpu", "compile.enabled": "false",
+            "train.dtype": "bf16", "activations.checkpoint": recompute, "parallel.mode": "fsdp", "parallel.tp": tp,
+            "launch.nproc": tp, "launch.device": "cpu", "compile.enabled": "false",
         }  # fmt: skip
         config = load_config("debug", [word for key, value in given.items() for word in (f"--{key}", str(value))])
         return replace(config, model=replace(config.model, args=self._args))
 
-    def _activations(self, count: int, recompute: str, seq_len: int) -> int:
-        model, config = copy.deepcopy(self._model), self._config(recompute, seq_len)
-        keep_blocks(model, range(count))
-        plan = plan_run(config, 1)
-        (rank,) = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None)
-        return rank.activations
+    def _of_blocks(self, recompute: str, seq_len: int, tp: int) -> int:
+        config = self._config(recompute, seq_len, tp)
+        plan = plan_run(config, tp)
+        with pretended_groups(tp) as (group,):
+            rank = RankProgram(config, plan.layout, plan.mode, plan.batch, self._model, group, None, closed_form=False)
+            return rank.of_blocks()
 
 
 def of_folder(shape: ModelShape, name: str, args: dict[str, Any]) -> ModelShape:

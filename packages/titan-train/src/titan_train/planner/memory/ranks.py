@@ -28,6 +28,7 @@ from titan_train.models.common.delta import has_states
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.common.mtp import AHEAD, mtp_of
+from titan_train.models.hf.cut import sort_of
 from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import ModelShape
 from titan_train.models.traits import traits_of
@@ -195,13 +196,13 @@ class RankProgram:
         config = self.config
         # with all its experts: as many rows meet them, whoever holds them
         try:
-            return self._count(make, sizes, last=last), ""
+            return self._count(make, sizes, last=last)[0], ""
         except Exception as err:  # torch.compile may fail on any model, as it may in the run
             if not config.compile.enabled:
                 raise
             eager = replace(self, config=replace(config, compile=replace(config.compile, enabled=False)))
             left_out = f"torch.compile, which keeps less: {type(err).__name__} while it was rehearsed"
-            return eager._count(make, sizes, last=last), left_out
+            return eager._count(make, sizes, last=last)[0], left_out
 
     def _program(self) -> str:
         """All of a configuration that may change what a micro-batch leaves; not over how many ranks parameters are sharded."""
@@ -308,20 +309,31 @@ class RankProgram:
         spec = self.layout.spec
         return setup_of_config(self.config, spec.pp * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp)
 
-    def _count(self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool) -> int:
-        """Bytes that a micro-batch leaves for backward; of blocks that are alike two are run, the others count as the second."""
+    def of_blocks(self) -> int:
+        """Bytes that a micro-batch of the whole model leaves in its blocks."""
+        whole = functools.partial(copy.deepcopy, self.whole)
+        return self._count(whole, wrapped_over(self.layout, self.mode), last=True)[1]
+
+    def _count(self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool) -> tuple[int, int]:
+        """Bytes that a micro-batch leaves for backward, and those of its blocks. Of blocks that are alike two are run, the others
+        count as the second.
+        """
         part = make()
         blocks = blocks_of(part)
         alike: dict[Any, list[int]] = {}
-        # of other people's blocks, equal parameters do not mean equal programs: masks alternate
-        layered = self.config.activations.checkpoint in ("every", "pattern") or not is_shipped(self.whole)
+        layered, shipped = self.config.activations.checkpoint in ("every", "pattern"), is_shipped(self.whole)
         for number, block in enumerate(blocks):
-            alike.setdefault(number if layered else _kind_of(block), []).append(number)
-        again = {same[1]: len(same) - 2 for same in alike.values() if len(same) > 1}
-        keep_blocks(part, sorted([*(same[0] for same in alike.values()), *again]))
-        running = self._cut(part, running=True)
-        total, each = self._trace(running, [blocks[number] for number in again], sizes, last=last)
-        return total + sum(count * size for count, size in zip(again.values(), each, strict=True))
+            # of other people's blocks, equal parameters do not mean equal programs: windows alternate
+            kind = number if layered else (_kind_of(block), None if shipped else sort_of(block))
+            alike.setdefault(kind, []).append(number)
+        run = [same[:2] for same in alike.values()]
+        running = self._cut(part, running=True)  # while blocks have their own numbers
+        keep_blocks(running, sorted(number for same in run for number in same))
+        # the first of them also keeps what all blocks share
+        total, each = self._trace(running, [blocks[same[-1]] for same in run], sizes, last=last)
+        counts = [len(same) for same in alike.values()]
+        more = sum((count - len(same)) * size for count, same, size in zip(counts, run, each, strict=True))
+        return total + more, sum(count * size for count, size in zip(counts, each, strict=True))
 
     def _compile(self, running: nn.Module) -> None:
         """Apply recomputation, and compile as the trainer does, but for the code; in place."""
