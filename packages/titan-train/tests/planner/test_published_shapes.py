@@ -27,9 +27,9 @@ DEEPSEEK_V3 = {
 }  # fmt: skip
 QWEN3_5_9B = {
     "model_type": "qwen3_5_text", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 12288, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "vocab_size": 248320,
-    "tie_word_embeddings": False,
+    "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 12288, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "vocab_size": 248320, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
