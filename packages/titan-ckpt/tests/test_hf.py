@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from titan_ckpt import Checkpointer, TrainState, export_hf, import_hf
 from titan_ckpt.cli import main
 from titan_ckpt.interop.hf import import_hf_step
-from titan_ckpt.interop.views import row_boxes
+from titan_ckpt.interop.safetensors_folder import SafetensorsReader
+from titan_ckpt.interop.views import read_box, row_boxes
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -357,6 +358,56 @@ def test_an_export_of_two_gigabytes_takes_less_than_200_mb(tmp_path):
     command = [sys.executable, "-c", EXPORT, str(tmp_path / "step-00000001"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 200e6
+
+
+def packed_experts(experts=3, rows=5, groups=2):
+    """Random 4-bit codes and exponents, and what they mean by the format: a sign, two bits of exponent, one of fraction."""
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (experts, rows, groups, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (experts, rows, groups), dtype=torch.uint8)
+
+    def value(code):
+        exponent, fraction = code >> 1 & 3, code & 1
+        size = fraction / 2 if exponent == 0 else (1 + fraction / 2) * 2.0 ** (exponent - 1)
+        return -size if code & 8 else size
+
+    want = torch.empty(experts, groups * 32, rows)
+    for e, r, g, b in torch.cartesian_prod(*map(torch.arange, blocks.shape)).tolist():
+        byte, unit = int(blocks[e, r, g, b]), 2.0 ** (int(scales[e, r, g]) - 127)
+        want[e, 32 * g + 2 * b, r] = value(byte & 15) * unit
+        want[e, 32 * g + 2 * b + 1, r] = value(byte >> 4) * unit
+    return blocks, scales, want
+
+
+def test_experts_in_four_bits_are_read_exactly_whole_and_in_part(tmp_path):
+    blocks, scales, want = packed_experts()
+    save_file({"w_blocks": blocks}, tmp_path / "model-1.safetensors")
+    save_file({"w_scales": scales, "blocks": torch.ones(2)}, tmp_path / "model-2.safetensors")
+    model = nn.Module()
+    model.w, model.blocks = nn.Parameter(torch.empty(3, 64, 5)), nn.Parameter(torch.empty(2))
+    import_hf(tmp_path, model)
+    assert torch.equal(model.w.data, want)
+    view = SafetensorsReader(tmp_path).views()["w"]
+    for box in [((1, 0, 0), (1, 64, 5)), ((0, 30, 1), (3, 5, 2)), ((2, 63, 4), (1, 1, 1)), ((0, 32, 0), (2, 32, 5))]:
+        places = tuple(slice(at, at + n) for at, n in zip(*box, strict=True))
+        assert torch.equal(read_box(view, box).float(), want[places])
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (None, "there is no 'w_scales'"),
+        (torch.zeros(3, 5, 3, dtype=torch.uint8), r"of shape \[3, 5, 3\] is U8: MXFP4 has blocks"),
+        (torch.zeros(3, 5, 2), r"is F32: MXFP4 has blocks"),
+    ],
+)
+def test_experts_in_four_bits_without_their_exponents_are_refused(tmp_path, scales, message):
+    blocks, _, _ = packed_experts()
+    save_file({"w_blocks": blocks} | ({} if scales is None else {"w_scales": scales}), tmp_path / "model.safetensors")
+    model = nn.Module()
+    model.w = nn.Parameter(torch.empty(3, 64, 5))
+    with pytest.raises(ValueError, match=message):
+        import_hf(tmp_path, model)
 
 
 def test_float8_matrices_carry_their_scales_and_are_read_back_within_a_rounding(tmp_path):

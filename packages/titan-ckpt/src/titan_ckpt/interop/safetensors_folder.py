@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_ckpt.format.boxes import Box
 from titan_ckpt.format.names import ITEM_BYTES, parse_object
-from titan_ckpt.interop.views import RefusedView, ScaledView, View
+from titan_ckpt.interop.views import Mxfp4View, RefusedView, ScaledView, View
 from titan_ckpt.storage.files import links_out
 
 HF_INDEX_NAME = "model.safetensors.index.json"
@@ -23,6 +23,7 @@ _DEFAULT_SCALE_BLOCK = (128, 128)
 
 # Names of a weight's scales: `_scale_inv` is DeepSeek's, `_scale` compressed-tensors'.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
+_MX_BLOCKS, _MX_SCALES = "_blocks", "_scales"
 _QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8")
 _SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
 
@@ -76,7 +77,8 @@ class SafetensorsReader:
                 )
 
     def views(self, kept: Callable[[str], bool] = lambda name: False) -> dict[str, View]:
-        """Every tensor by name. Float8 and int8 weights are multiplied with their scales, which are not listed.
+        """Every tensor by name. Float8 and int8 weights are multiplied with their scales, which are not listed; so are experts
+        in MXFP4, of which ``NAME_blocks`` and ``NAME_scales`` are one tensor ``NAME``.
 
         Scales may be per tensor, per row or per block. A weight with other scales, or a tensor of an unknown dtype, is a
         `RefusedView`.
@@ -91,10 +93,15 @@ class SafetensorsReader:
             for key, view in stored.items()
             if view.dtype in _QUANTIZED and key + suffix in stored and not kept(key + suffix)
         }
-        used = {*scales_of.values()}
+        packed = {
+            key.removesuffix(_MX_BLOCKS)
+            for key, view in stored.items()
+            if key.endswith(_MX_BLOCKS) and view.dtype == "U8" and not kept(key)
+        }
+        used = {*scales_of.values(), *(name + suffix for name in packed for suffix in (_MX_BLOCKS, _MX_SCALES))}
         strays = _stray_scales(stored, kept)
         block = _scale_block(self._folder)
-        views: dict[str, View] = {}
+        views = {name: _mxfp4(name, stored[name + _MX_BLOCKS], stored.get(name + _MX_SCALES)) for name in packed}
         for key, view in stored.items():
             if key in used:
                 continue
@@ -145,6 +152,17 @@ def _scaled(key: str, view: View, name: str, stored: Mapping[str, View], block: 
         )
         return _refused(key, view, reason)
     return ScaledView(view, scales, known)
+
+
+def _mxfp4(name: str, blocks: View, scales: View | None) -> View:
+    """Experts of two tensors."""
+    shape = blocks.shape
+    if scales is None:
+        return _refused(name + _MX_BLOCKS, blocks, f"there is no {name + _MX_SCALES!r}")
+    if len(shape) != 4 or shape[3] != 16 or scales.shape != shape[:3] or scales.dtype != "U8":
+        found = f"{name + _MX_SCALES!r} of shape {list(scales.shape)} is {scales.dtype}"
+        return _refused(name + _MX_BLOCKS, blocks, f"{found}: MXFP4 has blocks [E, R, G, 16] and U8 scales [E, R, G]")
+    return Mxfp4View(blocks, scales)
 
 
 def _refused(key: str, view: View, why: str) -> View:

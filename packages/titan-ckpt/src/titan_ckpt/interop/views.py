@@ -246,6 +246,38 @@ class ScaledView(View):
         return low, tuple(h - at for h, at in zip(high, low, strict=True))
 
 
+class Mxfp4View(View):
+    """Experts in 4 bits with a power of two for every 32 of them (OCP Microscaling Formats, MXFP4), as bfloat16; exact.
+
+    So gpt-oss is published: ``blocks`` ``[E, R, G, 16]`` of two E2M1 codes a byte, the lower one first, and ``scales``
+    ``[E, R, G]``, exponents with a bias of 127. The tensor is ``[E, 32 G, R]``, as its module multiplies from the right.
+    """
+
+    def __init__(self, blocks: View, scales: View) -> None:
+        experts, rows, groups, _ = blocks.shape
+        super().__init__("BF16", (experts, _MX_GROUP * groups, rows))
+        self.blocks, self.scales = blocks, scales
+
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        (expert, column, row), (experts, columns, rows) = box
+        group = column // _MX_GROUP
+        groups = -(-(column + columns) // _MX_GROUP) - group
+        held = (expert, row, group), (experts, rows, groups)
+        return [(self.blocks, ((*held[0], 0), (*held[1], _MX_GROUP // 2))), (self.scales, held)]
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        codes, exponents = (read_box(view, stored) for view, stored in self.needs(box))
+        both = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+        values = torch.ldexp(_E2M1[both.int()], exponents.int().unsqueeze(-1) - 127).flatten(-2)
+        first = box[0][1] % _MX_GROUP
+        into.copy_(values.narrow(-1, first, box[1][1]).transpose(1, 2))
+
+
+_MX_GROUP = 32
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""The value of each code."""
+
+
 class RefusedView(View):
     """A tensor that cannot be read: any access is a `ValueError` with ``reason``."""
 

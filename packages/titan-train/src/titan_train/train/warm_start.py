@@ -8,7 +8,7 @@ its own parameters and one slice. A run's checkpoint is read as a resume reads i
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_ckpt import KeyMap, LocalShard, import_hf
 from titan_ckpt.interop.safetensors_folder import SafetensorsReader
@@ -21,7 +21,7 @@ from torch import nn
 from titan_train.config.model import ModelConfig
 from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
-from titan_train.models.hf.folder import folder_of, read_published
+from titan_train.models.hf.folder import PREFIX, folder_of, read_published
 from titan_train.models.hf.names import unread
 from titan_train.models.registry import family_of
 from titan_train.models.traits import traits_of
@@ -220,11 +220,26 @@ def _check_names(folder: Path, views: Mapping[str, View], key_map: KeyMap, whole
             f"not done here: {len(missing)} parameters have no tensor {missing[:4]}. Leave model.init empty, to train "
             "from random weights, or use a model of another family."
         )
+    method = _quantized_by(folder)
+    if (missing or unexpected) and method not in ("", "fp8", "mxfp4"):
+        raise ValueError(
+            f"{folder}: its weights are quantized by {method!r} (quantization_config of config.json), which is not read here: "
+            f"{len(missing)} parameters have no tensor {missing[:4]}. Take the folder that it was made from, or convert it to "
+            "bfloat16 with the tool that wrote it."
+        )
     if missing or unexpected:
         raise ValueError(
             f"{folder} does not hold this model: {len(missing)} parameters are missing {missing[:4]}, {len(unexpected)} "
             f"tensors are unexpected {sorted(unexpected)[:4]}. Fetch the complete folder, or check [model.args]."
         )
+
+
+def _quantized_by(folder: Path) -> str:
+    """``quant_method`` of the folder's ``config.json``; empty where it says none."""
+    found = (
+        read_published(f"{PREFIX}{folder}").get("quantization_config") if (folder / "config.json").is_file() else None
+    )
+    return str(cast("Mapping[str, Any]", found).get("quant_method") or "") if isinstance(found, dict) else ""
 
 
 def _check_tensors(
