@@ -31,8 +31,14 @@ NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    # transformers writes names of dense layers, and parts of convolutions, that are not those of the published files
+    "kimi_linear": {"mlp_layer_types": ["sparse"] * 27},
+    "olmo_hybrid": {"linear_key_head_dim": 192, "linear_value_head_dim": 192},
 }
 """What the default configuration of a family lacks, or does not mix."""
+_LONG_CHUNKS = {"attention_chunk_size": 512, "floor_scale": 512}
+WRITTEN: dict[str, dict[str, Any]] = {"llama4": _LONG_CHUNKS, "llama4_text": _LONG_CHUNKS}
+"""What ``config.json`` of the small model says instead of what was cut: chunks are longer than rows."""
 CLOSE = 2e-4
 """Of the spread of logits in float32: experts, scans and chunks are added in another order."""
 COLUMNS = ("packed", "stages", "step", "files", "text")
@@ -95,7 +101,12 @@ def publish(kind: str, folder: Path) -> Path | str:
         )
     except Exception as err:
         return f"not built by transformers from its defaults: {type(err).__name__}"
-    return found if isinstance(found, str) else found.folder
+    if isinstance(found, str):
+        return found
+    if kind in WRITTEN:
+        file = found.folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | WRITTEN[kind]))
+    return found.folder
 
 
 def packed(model: Any, source: Path) -> str:

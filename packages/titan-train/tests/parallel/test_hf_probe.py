@@ -9,9 +9,12 @@ import composition
 import hf_folders
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from titan_train.config import parse_config
 from titan_train.config.model import ModelConfig
 from titan_train.launch.validate import validate
+from titan_train.models import build_model
+from titan_train.train.warm_start import check_init, load_init
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -79,19 +82,45 @@ def test_a_folder_that_asks_for_more_than_its_plan_knows_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("kind", "parallel", "words"),
+    ("kind", "parallel", "words", "fields"),
     [
-        ("deepseek_v32", {"cp": 2}, "chooses its keys among all of the row"),
-        ("llama4_text", {"ep": 2}, "nothing is sent"),
-        ("gemma3n_text", {"pp": 2}, "hand on several streams"),
-        ("gemma3n_text", {"tp": 2}, "looks up each token a second time.* Set parallel.sequence_parallel=false"),
+        ("deepseek_v32", {"cp": 2}, "chooses its keys among all of the row", {}),
+        ("llama4_text", {"ep": 2}, "nothing is sent", {}),
+        ("gemma3n_text", {"pp": 2}, "hand on several streams", {}),
+        ("gemma3n_text", {"tp": 2}, "looks up each token a second time.* Set parallel.sequence_parallel=false", {}),
+        ("gemma4_text", {"pp": 2}, "the embedding of the first stage", {"hidden_size_per_layer_input": 8}),
+        ("gemma4_text", {"tp": 2}, "looks up each token a second time", {"hidden_size_per_layer_input": 8}),
     ],
 )
 def test_what_a_planned_family_lacks_is_said_with_the_reason(
-    kind: str, parallel: dict[str, int], words: str, tmp_path: Path
+    kind: str, parallel: dict[str, int], words: str, fields: dict[str, int], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"the family '{kind}' of transformers has no \w+( \w+)? here: .*{words}"):
-        validate(configured(tmp_path, kind, {"parallel": parallel}), 2)
+        validate(configured(tmp_path, kind, {"parallel": parallel}, **fields), 2)
+
+
+def test_names_that_only_transformers_writes_are_read(tmp_path: Path) -> None:
+    """It renames the feed-forward of a dense layer, too, when it writes a Kimi Linear; the published files do not."""
+    kinds = ["dense", "sparse", "sparse", "sparse"]
+    source = hf_folders.make(tmp_path / "written", "kimi_linear", vocab_size=264, mlp_layer_types=kinds)
+    file = source / "model.safetensors"
+    written = load_file(file)
+    dense = "model.layers.0.{}.gate_proj.weight"
+    assert dense.format("block_sparse_moe") in written
+    assert dense.format("mlp") not in written
+    config = ModelConfig(name=f"hf:{source}", init=f"hf:{source}")
+    model = build_model(config, vocab_size=264)
+    check_init(config.init, model, config)
+    published = {name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): value for name, value in written.items()}
+    save_file(published, file, {"format": "pt"})
+    check_init(config.init, model, config)
+    load_init(config.init, [model], whole=model, config=config, shards={})
+    assert torch.equal(model.get_parameter(dense.format("mlp")), written[dense.format("block_sparse_moe")])
+    save_file(written, file, {"format": "pt"})
+    with torch.no_grad():
+        model.get_parameter(dense.format("mlp")).zero_()
+    load_init(config.init, [model], whole=model, config=config, shards={})
+    assert torch.equal(model.get_parameter(dense.format("mlp")), written[dense.format("block_sparse_moe")])
 
 
 def test_whole_rows_are_no_packed_documents(tmp_path: Path) -> None:

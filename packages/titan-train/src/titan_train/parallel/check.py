@@ -171,7 +171,7 @@ def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
             "A plan (titan_train.models.hf.plans; a package of yours adds one by an entry point) would name the styles of its "
             "linears (tp), its attention (cp), its layers and ends (pp) and its experts (ep)."
         )
-    for axis, reason in traits.plan.lacks.items() if traits.plan is not None else ():
+    for axis, reason in traits.plan.lacking(traits.published).items() if traits.plan is not None else ():
         if axis == "sp":
             if spec.tp > 1 and config.parallel.sequence_parallel:
                 raise ValueError(

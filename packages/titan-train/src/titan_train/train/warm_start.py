@@ -22,7 +22,7 @@ from titan_train.config.model import ModelConfig
 from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
 from titan_train.models.hf.folder import PREFIX, folder_of, read_published
-from titan_train.models.hf.names import unread
+from titan_train.models.hf.names import as_files_have, unread
 from titan_train.models.registry import family_of
 from titan_train.models.traits import traits_of
 from titan_train.parallel.tied import parameter_names, tied_to_first
@@ -58,6 +58,8 @@ def check_init(init: str, whole: nn.Module, config: ModelConfig) -> tuple[Path, 
     _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(args), config.init_changes)
     key_map: KeyMap = hf.names(args)
     views = SafetensorsReader(folder).views()
+    if config.name.startswith(PREFIX):
+        key_map = as_files_have(key_map, views)
     _check_names(folder, views, key_map, whole)
     _check_tensors(folder, views, key_map, whole, grow=_vocabulary(config, whole))
     return folder, key_map

@@ -7,7 +7,7 @@ trained from random weights. Its files can be neither read nor written.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -160,6 +160,23 @@ def separate_experts(kind: str) -> Mapping[str, str] | None:
         return None
     (gate, up), (down,) = found["gate_up_proj"], found["down_proj"]
     return {name: f"experts.{{j}}.{leaf}" for name, leaf in {"w1": gate, "w2": down, "w3": up}.items()}
+
+
+def as_files_have(key_map: KeyMap, files: Collection[str]) -> KeyMap:
+    """The key map with the names that these files have, where they have other ones that transformers reads as the same.
+
+    It renames a part of all names when it writes, also where the published files do not (dense layers of Kimi Linear).
+    """
+    templates = {_template(name) for name in files}
+    renamings = [pair for step in _steps(key_map.family) if (pair := _renaming(step))]
+
+    def found(pair: Pair) -> Pair:
+        others = [pair.hf.replace(here, there) for there, here in renamings if here in pair.hf]
+        return replace(
+            pair, hf=next((name for name in others if pair.hf not in templates and name in templates), pair.hf)
+        )
+
+    return replace(key_map, pairs=tuple(map(found, key_map.pairs)))
 
 
 def unread(kind: str) -> list[str]:

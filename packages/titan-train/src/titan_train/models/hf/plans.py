@@ -63,9 +63,16 @@ class HFPlan:
     is."""
     lacks: Mapping[Axis, str] = field(default_factory=dict[Axis, str])
     """Parallelisms that this family cannot take part in, and why, for a message."""
+    lacks_with: Mapping[str, Mapping[Axis, str]] = field(default_factory=dict[str, Mapping[Axis, str]])
+    """The same of models in whose ``config.json`` a field is set."""
     shorter_than: tuple[str, ...] = ()
     """Fields of ``config.json`` that a row must be shorter than, because its attention changes there in a way that is not known
     here (chunks)."""
+
+    def lacking(self, published: Mapping[str, Any]) -> Mapping[Axis, str]:
+        """Parallelisms that the model of a ``config.json`` cannot take part in, and why."""
+        with_fields = [more for name, more in self.lacks_with.items() if published.get(name)]
+        return {axis: reason for found in (self.lacks, *with_fields) for axis, reason in found.items()}
 
 
 def _decoder(attention: StyleTable, **more: Style) -> StyleTable:
@@ -281,7 +288,15 @@ HF_PLANS: Mapping[str, HFPlan] = {
     ),
     "ministral": _LLAMA,
     "ministral3": _LLAMA,
-    "gemma4_text": HFPlan(styles=_GEMMA4, lacks={"ep": "its experts stand beside a dense feed-forward of the same layer"}),
+    "gemma4_text": HFPlan(
+        styles=_GEMMA4, lacks={"ep": "its experts stand beside a dense feed-forward of the same layer"},
+        lacks_with={
+            "hidden_size_per_layer_input": {
+                "sp": "it looks up each token a second time, for all of its layers",
+                "pp": "its layers take in what the embedding of the first stage gives for each of them",
+            },
+        },
+    ),
     "gemma3n_text": HFPlan(
         styles=_GEMMA3N, feed_forward="",
         lacks={
