@@ -89,6 +89,7 @@ def test_a_folder_that_asks_for_more_than_its_plan_knows_is_refused_by_name(
         ("gemma3n_text", {"pp": 2}, "hand on several streams", {}),
         ("gemma3n_text", {"tp": 2}, "looks up each token a second time.* Set parallel.sequence_parallel=false", {}),
         ("gemma4_text", {"pp": 2}, "the embedding of the first stage", {"hidden_size_per_layer_input": 8}),
+        ("gemma4_text", {"pp": 2}, "keys and values of earlier ones", {"num_kv_shared_layers": 2}),
         ("gemma4_text", {"tp": 2}, "looks up each token a second time", {"hidden_size_per_layer_input": 8}),
     ],
 )

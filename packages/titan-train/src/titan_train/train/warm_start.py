@@ -216,7 +216,8 @@ def _check_names(folder: Path, views: Mapping[str, View], key_map: KeyMap, whole
             unexpected.append(name)
     missing = sorted(wanted - {first_of.get(name, name) for name in found})
     kind: str | None = (traits_of(whole).published or {}).get("model_type")
-    if (missing or unexpected) and kind is not None and (steps := unread(kind)):
+    planned = traits_of(whole).plan is not None  # which says all that its files ask for
+    if (missing or unexpected) and kind is not None and not planned and (steps := unread(kind)):
         raise ValueError(
             f"{folder}: transformers converts the tensors of a {kind} when it reads a folder ({'; '.join(steps[:3])}), which is "
             f"not done here: {len(missing)} parameters have no tensor {missing[:4]}. Leave model.init empty, to train "

@@ -295,6 +295,7 @@ HF_PLANS: Mapping[str, HFPlan] = {
                 "sp": "it looks up each token a second time, for all of its layers",
                 "pp": "its layers take in what the embedding of the first stage gives for each of them",
             },
+            "num_kv_shared_layers": {"pp": "its last layers attend to keys and values of earlier ones, maybe of another stage"},
         },
     ),
     "gemma3n_text": HFPlan(
