@@ -31,7 +31,7 @@ class DocumentWork:
     static: float
     """The busiest group's pairs in each micro-batch over the mean: how long ranks take that wait for each other."""
     dynamic: float | None
-    """The same with ``context.dynamic``, of the busiest rank; None without context parallelism."""
+    """The same with ``context.dynamic``, of the busiest rank; None where ranks cannot share documents."""
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], setup: Setup) -> Self:
@@ -39,7 +39,7 @@ class DocumentWork:
         pairs = np.array([sum(float(n) * n for n in row) for row in rows])
         steps = pairs.reshape(-1, setup.dp, setup.microbatches, setup.microbatch).sum(axis=3)
         dynamic = None
-        if setup.cp > 1:
+        if setup.cp > 1 and setup.microbatch * setup.seq_len % setup.cp == 0:
             from titan_cp import plan_step
 
             batch = _rows_of_step(setup)

@@ -64,7 +64,7 @@ def rehearse(config: Config, devices: int, counted: dict[str, tuple[int, str]] |
     Args:
         config: The run's configuration.
         devices: Ranks.
-        counted: What earlier calls counted, of programs that data parallelism alone may not share; filled.
+        counted: What earlier calls counted, by program: setups that differ in data parallelism alone share it. Filled.
 
     Raises:
         ValueError: The layout, the batch or the model cannot run on so many devices.
