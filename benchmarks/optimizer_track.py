@@ -5,6 +5,7 @@ Each entry first tries the same number of learning rates with seed 0, for as man
 every seed, of weights and of the order of the data. A run is validated every 20 steps on the same 16 k bytes; the steps to the
 target are interpolated between two validations. Processor time of a step is that of the median step without validation.
 The target is what AdamW at its best rate reaches with every seed.
+``--pair`` measures the time of a step alone: turns of five steps of each entry, in changing order, in one process.
 Output: a line for each run as it ends, kept in ``--results``, so that the command goes on where it was stopped; a table with
 intervals (95 %, Student's t, over seeds); ``--page`` writes all curves; the last line is one JSON object.
 Limits: a small model and short runs; no entry's momentum or weight decay is tuned. Newton-Schulz is 1.1 GFLOP of a step's 7: far
@@ -13,9 +14,11 @@ more than the 1 % of a large batch (its share falls with tokens a step over the 
     nice -n 19 python benchmarks/optimizer_track.py --results track.jsonl --seeds 5
     python benchmarks/optimizer_track.py --results track.jsonl --only adamw,muon --seeds 2 --page track.svg
     python benchmarks/optimizer_track.py --results try.jsonl --steps 8 --seeds 2 --page try.svg   # does it run?
+    python benchmarks/optimizer_track.py --pair adamw,muon,normuon   # ratios of processor time to the first entry's
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -42,9 +45,11 @@ ENTRIES = {
     "schedule_free": ["--optimizer.name", "schedule_free", "--schedule.name", "constant"],
 }  # fmt: skip
 """Settings of each entry."""
-RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 """Learning rates that each entry tries."""
 STEPS, EVERY, TARGET = 300, 20, 1.80
+TURN = 5
+"""Steps of a turn of ``--pair``."""
 T95 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for 95 % by degrees of freedom, from 0."""
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#8c564b")
@@ -61,6 +66,10 @@ class Curve(Observer):
     def on_validation(self, record: Any, sample: str | None) -> None:
         """Keep it; the next step is not timed."""
         self.points.append((record.step, record.loss))
+        self.pause()
+
+    def pause(self) -> None:
+        """Do not time the next step."""
         self._last = 0.0
 
     def on_step(self, info: Any) -> None:
@@ -71,14 +80,14 @@ class Curve(Observer):
         self._last = now
 
 
-def configure(entry: str, lr: float, seed: int, steps: int, folder: Path, cache: Path) -> Config:
-    """One run."""
-    every, warmup = str(min(EVERY, max(1, steps // 4))), str(min(20, steps // 4))
+def configure(entry: str, lr: float, seed: int, steps: int, folder: Path, cache: Path, every: int = EVERY) -> Config:
+    """One run; with ``every`` 0 it is not validated."""
+    between, warmup = str(min(every, max(1, steps // 4))), str(min(20, steps // 4))
     args = "{ dim = 96, num_layers = 4, num_heads = 4, num_kv_heads = 4, ffn_dim = 256 }"
     return load_config("quickstart", [
         "--model.args", args, "--model.seq-len", "128", "--tokenizer.kind", "bytes", "--tokenizer.train", "false",
         "--data.cache-dir", str(cache), "--run.dir", str(folder), "--run.seed", str(seed), "--train.steps", str(steps),
-        "--train.global-batch", "16", "--schedule.warmup-steps", warmup, "--validation.every", every,
+        "--train.global-batch", "16", "--schedule.warmup-steps", warmup, "--validation.every", between,
         "--validation.steps", "8", "--validation.sample-tokens", "0", "--checkpoint.every", "0", "--metrics.progress", "off",
         "--metrics.report", "false", "--launch.device", "cpu", "--launch.nproc", "1", "--optimizer.lr", str(lr),
         *ENTRIES[entry],
@@ -98,6 +107,32 @@ def run(entry: str, lr: float, seed: int, steps: int, cache: Path) -> dict[str, 
         "entry": entry, "lr": lr, "seed": seed, "steps": steps, "parameters": parameters, "curve": curve.points,
         "cpu_ms_a_step": round(1e3 * statistics.median(curve.seconds), 2),
     }  # fmt: skip
+
+
+def pair(names: Sequence[str], turns: int, cache: Path) -> dict[str, Any]:
+    """Processor time of a step of each entry, in turns, and its ratio to the first entry's in the same turn."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    with contextlib.ExitStack() as stack:
+        trainers: dict[str, tuple[Trainer, Curve]] = {}
+        for name in names:
+            folder, curve = Path(stack.enter_context(tempfile.TemporaryDirectory())), Curve()
+            config = configure(name, RATES[0], 0, (turns + 1) * (TURN + 1), folder, cache, every=0)
+            prepare_inputs(config, quiet=True)
+            trainers[name] = stack.enter_context(Trainer(config, callbacks=[curve])), curve
+        for turn in range(turns + 1):  # the first warms up
+            for name in names if turn % 2 else reversed(names):
+                trainer, curve = trainers[name]
+                curve.pause()
+                trainer.fit(until=(turn + 1) * (TURN + 1))
+                times[name] += [1e3 * statistics.mean(curve.seconds[-TURN:])] * (turn > 0)
+    found: dict[str, Any] = {}
+    for name in names:
+        low, middle, high = statistics.quantiles(
+            (a / b for a, b in zip(times[name], times[names[0]], strict=True)), n=4
+        )
+        found[name] = {"cpu_ms_a_step": statistics.median(times[name]), "ratio_quartiles": [low, middle, high]}
+        print(f"{name:<14} {found[name]['cpu_ms_a_step']:.1f} ms  ratio {middle:.3f} (quartiles {low:.3f}, {high:.3f})")
+    return found
 
 
 def steps_to(curve: Sequence[Sequence[float]], target: float) -> float | None:
@@ -155,20 +190,8 @@ def draw(chosen: dict[str, list[dict[str, Any]]], target: float) -> str:
     )
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, help="runs that are done, one JSON object a line")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--target", type=float, default=TARGET, help="nats a byte")
-    parser.add_argument("--only", default="", help="names of entries, with commas; all without")
-    parser.add_argument("--page", type=Path, help="an SVG of all curves")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    names = arguments.only.split(",") if arguments.only else list(ENTRIES)
-    if unknown := [name for name in names if name not in ENTRIES]:
-        parser.error(f"no entry is called {unknown[0]!r}. There are {', '.join(ENTRIES)}.")
+def track(names: Sequence[str], arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run what is not done yet, and print the table; what was run, and of each entry what it reached."""
     lines = arguments.results.read_text().splitlines() if arguments.results.exists() else []
     done = {
         (one["entry"], one["lr"], one["seed"]): one for one in map(json.loads, lines) if one["steps"] == arguments.steps
@@ -207,14 +230,41 @@ def main() -> None:
         summary[entry] = {"lr": runs[0]["lr"], "steps_to_target": reached, "last_loss": last, "cpu_ms_a_step": cpu}
     if arguments.page:
         arguments.page.write_text(draw(chosen, arguments.target))
-    config = {
+    return {
         "steps": arguments.steps,
         "target": arguments.target,
         "seeds": arguments.seeds,
         "parameters": runs[0]["parameters"],
-    }
+    }, summary
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, help="runs that are done, one JSON object a line")
+    parser.add_argument(
+        "--pair", default="", help="measure the time of a step of these entries, with commas, and nothing else"
+    )
+    parser.add_argument("--turns", type=int, default=16, help="of --pair")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--target", type=float, default=TARGET, help="nats a byte")
+    parser.add_argument("--only", default="", help="names of entries, with commas; all without")
+    parser.add_argument("--page", type=Path, help="an SVG of all curves")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    names = [name for name in (arguments.pair or arguments.only).split(",") if name] or list(ENTRIES)
+    if unknown := [name for name in names if name not in ENTRIES]:
+        parser.error(f"no entry is called {unknown[0]!r}. There are {', '.join(ENTRIES)}.")
+    if arguments.pair:
+        with tempfile.TemporaryDirectory() as folder:
+            config, entries = {"turns": arguments.turns}, pair(names, arguments.turns, Path(folder))
+    elif arguments.results is None:
+        parser.error("give --results, or --pair for the time of a step alone.")
+    else:
+        config, entries = track(names, arguments)
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    print(json.dumps({"versions": versions, "device": "cpu", "config": config, "entries": summary}))
+    print(json.dumps({"versions": versions, "device": "cpu", "config": config, "entries": entries}))
 
 
 if __name__ == "__main__":
