@@ -71,7 +71,10 @@ def _case(rng: random.Random, seed: int) -> Case:
         family = "llama"
     if family in ("hf", "unplanned") and not HAS_TRANSFORMERS:
         family = "llama"
-    moe = family in ("qwen3_moe", "deepseek")
+    hybrid = random.Random(f"hybrid {seed}")  # of its own: other seeds stay as they are drawn
+    if hybrid.random() < 0.1:
+        family = hybrid.choice(("hybrid", "hybrid_moe"))
+    moe = family in ("qwen3_moe", "deepseek", "hybrid_moe")
     thirds = ranks % 3 == 0
     common = {
         "model": _model(rng, family, thirds),
@@ -138,6 +141,15 @@ def _model(rng: random.Random, family: str, thirds: bool) -> dict:
         args |= {"max_seq_len": 64}
     elif family == "qwen3":
         args |= {"num_kv_heads": rng.choice((3, 6) if thirds else (2, 4)), "ffn_dim": ffn, "head_dim": 8}
+    elif family in ("hybrid", "hybrid_moe"):  # layers with a state; attention in every other one, the last or none
+        args |= {"num_kv_heads": rng.choice((3, 6) if thirds else (2, 4)), "head_dim": 8, "rope_dim": 4}
+        args |= {
+            "attention_every": rng.choice((layers + 1, 2, layers)),
+            "delta_heads": heads,
+            "delta_key_heads": heads // 2,
+        }
+        args |= {"delta_key_dim": 8, "delta_value_dim": 8, "delta_taps": rng.choice((2, 4)), "ffn_dim": ffn}
+        args |= {"num_experts": experts, "expert_ffn_dim": 24 if thirds else 16} if family == "hybrid_moe" else {}
     elif family == "qwen3_moe":
         args |= {"num_kv_heads": 3 if thirds else 2, "head_dim": 8, "num_experts": experts}
         args |= {"expert_ffn_dim": 24 if thirds else 16, "balance_loss": rng.choice((0.0, 0.01))}
@@ -150,8 +162,10 @@ def _model(rng: random.Random, family: str, thirds: bool) -> dict:
         args |= {"balance_loss": rng.choice((0.0, 0.01)), "z_loss": rng.choice((0.0, 0.001))}
         if v2:
             args |= {"scores": "softmax", "normalize_weights": False, "bias_rate": 0.0, "group_score": "max"}
-    name = {"llama": "llama3_debug", "gpt": "gpt_debug", "qwen3": "qwen3_debug"}.get(family, f"{family}_debug")
-    seq_len = 16 if family in ("qwen3_moe", "deepseek") else rng.choice((16, 32))  # fewer choices, fewer close ones
+    named = {"llama": "llama3_debug", "hybrid": "qwen3_next_debug", "hybrid_moe": "qwen3_next_moe_debug"}
+    name = named.get(family, f"{family}_debug")
+    routed = family in ("qwen3_moe", "deepseek", "hybrid_moe")  # fewer choices, fewer close ones
+    seq_len = 16 if routed else rng.choice((16, 32))
     return {"name": name, "seq_len": seq_len * 3 // 2 if thirds else seq_len, "args": args}
 
 
@@ -167,12 +181,13 @@ def _optimizer(rng: random.Random) -> dict:
 def _recipe(rng: random.Random, common: dict, launcher: str) -> tuple[set[str], dict]:
     """Names of what is laid over a case, from a generator of its own, and the sections with it; never what the model refuses."""
     ramp = {"ramp_from": common["train"]["global_batch"] // 2, "ramp_tokens": 2 * 8 * common["model"]["seq_len"]}
-    # five steps raise the smallest singular values 485 times, and with them what rounding makes of a gradient
-    muon = {"name": "muon", "lr": 1e-3, "eps": 1e-2, "muon": {"dtype": "fp32"}}
+    # five steps raise the smallest singular values 485 times, and with them what rounding makes of a gradient: of the gates of a
+    # state, whose rows are 1e-6 of the others for a head that soon forgets, nothing else is left (NorMuon makes rows as large)
+    table = {"groups": {r"\.wba\.": "adamw"}} if "delta_heads" in common["model"]["args"] else {}
+    muons = {"muon": {}, "polar express": {"coefficients": "polar_express"}, "normuon": {"normuon": True}}
+    muon = {"name": "muon", "lr": 1e-3, "eps": 1e-2}
     pieces: dict[str, dict] = {
-        "muon": {"optimizer": muon},
-        "polar express": {"optimizer": muon | {"muon": {"dtype": "fp32", "coefficients": "polar_express"}}},
-        "normuon": {"optimizer": muon | {"muon": {"dtype": "fp32", "normuon": True}}},
+        **{name: {"optimizer": muon | {"muon": {"dtype": "fp32"} | more | table}} for name, more in muons.items()},
         "schedule_free": {"optimizer": {"name": "schedule_free", "lr": 1e-2, "eps": 1e-2}},
         "qk_clip": {"qk_clip": {"threshold": rng.choice((0.05, 0.5))}},
         "ema": {"average": {"ema_decay": 0.5, "use": "ema"}},
@@ -195,12 +210,14 @@ def _recipe(rng: random.Random, common: dict, launcher: str) -> tuple[set[str], 
 
 def _ahead(rng: random.Random, common: dict, family: str) -> tuple[set[str], dict]:
     """Modules that predict tokens further ahead over a case, from a generator of its own; other pieces stay as they are drawn."""
-    if family not in ("llama", "qwen3", "deepseek") or rng.random() >= 0.3:
+    often = {"llama": 0.3, "qwen3": 0.3, "deepseek": 0.3, "hf": 0.5, "hybrid": 0.5, "hybrid_moe": 0.5}
+    if rng.random() >= often.get(family, 0.0):
         return set(), common
-    args = common["model"]["args"] | {"mtp_depth": rng.choice((1, 1, 2))}
-    trial = sections(common, {"model": {"args": args}, "mtp": {"late_from": rng.choice((0.5, 1.0))}})
+    model = {"args": common["model"]["args"] | {"mtp_depth": rng.choice((1, 1, 2))}}
+    model |= {"init": ""} if family == "hf" else {}  # the folder holds no modules
+    trial = sections(common, {"model": model, "mtp": {"late_from": rng.choice((0.5, 1.0))}})
     taken = _allowed(trial, {"parallel": {}, "train": {"microbatch": 1}, "activations": {}}, 1)
-    return ({"mtp"}, trial) if taken else (set(), common)
+    return ({"mtp", f"mtp {family.removesuffix('_moe')}"}, trial) if taken else (set(), common)
 
 
 def _tables(rng: random.Random, common: dict) -> dict:
