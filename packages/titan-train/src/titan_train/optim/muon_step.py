@@ -119,10 +119,10 @@ class MuonStep:
                 means[at[:2]].copy_(row_means)
         update = update_of(whole, means, self._rule, stack.parts)
         for unit, piece, at in places:
-            row_means = None if means is None else means[at[:2]]
-            send(piece, update[at], row_means)
+            part, row_means = update[at], None if means is None else means[at[:2]]
+            send(piece, part, row_means)
             if unit.owner in piece.holders:
-                self.apply(unit, piece.box, update[at], row_means)
+                self.apply(unit, piece.box, part, row_means)
         self.finish()
 
     def apply(self, unit: OwnedUnit, box: Box, update: Tensor, row_means: Tensor | None) -> None:

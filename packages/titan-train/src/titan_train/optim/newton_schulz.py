@@ -60,14 +60,20 @@ def orthogonalize(matrix: Tensor, coefficients: Coefficients = "quintic") -> Ten
         The same shape and dtype. A matrix of zeros stays one.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if tall else matrix
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = x / (norm * _MARGIN[coefficients]).clamp(min=_EPS)
-    multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    x = matrix / (norm * _MARGIN[coefficients]).clamp(min=_EPS)
+    short = min(x.shape[-2:])
+    # all products go into the same four tensors; out of a tall matrix from its right side, for products into a transposed
+    # tensor have no fast kernel in bf16 on a CPU
+    into, gram = torch.empty_like(x), x.new_empty((*x.shape[:-2], short, short))
+    polynomial = torch.empty_like(gram)
+    multiply, multiply_add = (torch.mm, torch.addmm) if x.ndim == 2 else (torch.bmm, torch.baddbmm)
     for a, b, c in _STEPS[coefficients]:
-        gram = x @ x.mT
-        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        multiply(*((x.mT, x) if tall else (x, x.mT)), out=gram)
+        multiply_add(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        multiply_add(x, *((x, polynomial) if tall else (polynomial, x)), beta=a, out=into)
+        x, into = into, x
+    return x
 
 
 def update_of(momentum: Tensor, row_mean: Tensor | None, rule: Rule, parts: tuple[int, ...]) -> Tensor:
@@ -101,12 +107,13 @@ def _of_part(momentum: Tensor, row_mean: Tensor | None, rule: Rule) -> Tensor:
         return found
     update = found.float()
     rows, columns = update.shape[-2:]
-    norm = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True)
-    row_mean.lerp_(update.square().mean(dim=-1, keepdim=True), 1 - rule.beta2)
-    update = update / (row_mean.sqrt() + _ROW_EPS)
-    wanted = norm if rule.scale == "original" else math.sqrt(min(rows, columns))  # the paper: an RMS of 0.2 in all
-    now = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True)
-    return (update * (wanted / (now + _ROW_EPS))).to(rule.dtype)
+    squares = torch.linalg.vector_norm(update, dim=-1, keepdim=True).square()  # of each row, in all
+    row_mean.lerp_(squares / columns, 1 - rule.beta2)
+    factors = 1 / (row_mean.sqrt() + _ROW_EPS)
+    # the paper: an RMS of 0.2 in all; original: the norm stays
+    wanted = squares.sum(-2, keepdim=True).sqrt() if rule.scale == "original" else math.sqrt(min(rows, columns))
+    now = (squares * factors.square()).sum(-2, keepdim=True).sqrt()
+    return (update * (factors * (wanted / (now + _ROW_EPS)))).to(rule.dtype)
 
 
 def update_scale(scale: Scale, rows: int, columns: int) -> float:
