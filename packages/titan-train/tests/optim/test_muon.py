@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
+from titan_testing import run_ranks
 from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import MuonConfig, OptimizerConfig
 from titan_train.models import build_model
@@ -56,13 +58,26 @@ def test_muon_is_that_of_torch(scale, theirs, nesterov):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "expected"),
-    [("auto", None, torch.float32), ("auto", "cpu", torch.float32), ("auto", "cuda", torch.bfloat16),
-     ("bf16", "cpu", torch.bfloat16), ("fp32", "cuda", torch.float32)],
+    ("dtype", "device", "units", "expected"),
+    [("auto", None, [], torch.float32), ("auto", "cpu", ["avx512_f"], torch.float32),
+     ("auto", "cpu", ["avx512_bf16"], torch.bfloat16), ("auto", "cpu", ["amx_bf16"], torch.bfloat16),
+     ("auto", "cuda", [], torch.bfloat16), ("bf16", "cpu", [], torch.bfloat16), ("fp32", "cpu", ["amx_bf16"], torch.float32),
+     ("fp32", "cuda", [], torch.float32)],
 )  # fmt: skip
-def test_newton_schulz_is_in_bf16_on_gpus_and_in_float32_on_a_cpu(dtype, device, expected):
+def test_newton_schulz_is_in_bf16_on_gpus_and_on_a_cpu_with_units_for_it(dtype, device, units, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(units, True))
     made = build_optimizer(make(), muon(dtype=dtype), device=None if device is None else torch.device(device))
     assert made._rule.dtype == expected
+
+
+def build_beside_another_cpu():
+    units = {"avx512_bf16": dist.get_rank() == 0}
+    torch.cpu.get_capabilities = lambda: units
+    return build_optimizer(make(), muon())._rule.dtype
+
+
+def test_ranks_on_unlike_cpus_compute_in_one_dtype():
+    assert run_ranks(build_beside_another_cpu, 2) == [torch.float32] * 2
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -31,8 +31,8 @@ class MuonConfig:
     """Five Newton-Schulz steps with the same polynomial (quintic), or with five that converge faster (polar_express)."""
 
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype of the Newton-Schulz steps, and of what ranks exchange for them. auto: bf16 on GPUs; fp32 on a CPU, whose products in
-    bf16 take some thirty times as long where it has no units for them."""
+    """Dtype of the Newton-Schulz steps, and of what ranks exchange for them. auto: bf16 on GPUs, and on CPUs that have units for
+    it (avx512_bf16, amx_bf16); fp32 on other CPUs, whose products in bf16 take some thirty times as long."""
 
     normuon: bool = False
     """Divide each row of the update by the root of a running mean of its squares (NorMuon)."""

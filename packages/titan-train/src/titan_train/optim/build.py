@@ -12,6 +12,7 @@ from titan_fsdp import clean_fqn, is_dtensor, unwrap
 from torch import nn
 
 from titan_train.config.optimizer import OptimizerConfig
+from titan_train.exchange import gather_values
 from titan_train.optim.average import Z
 from titan_train.optim.compact_adamw import CompactAdamW
 from titan_train.optim.compact_states import block_length
@@ -47,7 +48,7 @@ def build_optimizer(
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over a model's trainable parameters.
+    """Build the optimizer over a model's trainable parameters. Collective over all ranks for Muon on CPUs.
 
     Args:
         model: Already sharded and materialized: the optimizer holds the parameters it is given. Or the parts of one
@@ -137,18 +138,26 @@ def _muon(
             stack = Stack((shape[0] if len(shape) == 3 else 1, shape[-2], shape[-1]), parts)
             shard = None if cut is None or cut.pieces == 1 else LocalShard(cut.global_shape, cut.offset)
             matrices.append(MuonMatrix(name, parameter, stack, shard))
-    on_host = (device or groups[0].parameters[0].device).type == "cpu"
-    wide = muon.dtype == "fp32" or (muon.dtype == "auto" and on_host)
+    where = device or groups[0].parameters[0].device
     rule = Rule(
         muon.coefficients,
         muon.scale,
-        torch.float32 if wide else torch.bfloat16,
+        _newton_schulz_dtype(muon.dtype, where) if config.name == "muon" else torch.float32,
         muon.normuon_beta2 if muon.normuon else None,
     )
     return Muon(
         param_groups, matrices, rule=rule, momentum=muon.momentum, nesterov=muon.nesterov, group=group, device=device,
         fused=fused,
     )  # fmt: skip
+
+
+def _newton_schulz_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """What Newton-Schulz computes in. For "auto" on a CPU, collective: ranks exchange matrices in it, so all take the same."""
+    if dtype == "auto" and device.type == "cpu":
+        units = torch.cpu.get_capabilities()
+        has = bool(units.get("avx512_bf16") or units.get("amx_bf16"))
+        return torch.bfloat16 if all(gather_values(has) if dist.is_initialized() else [has]) else torch.float32
+    return torch.float32 if dtype == "fp32" else torch.bfloat16
 
 
 def check_restored(optimizer: torch.optim.Optimizer, name: str) -> None:
