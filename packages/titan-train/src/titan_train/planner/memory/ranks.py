@@ -102,7 +102,7 @@ def estimate_ranks(
         counted: As for `rehearse`.
     """
     counted = {} if counted is None else counted
-    with pretended_groups(layout.spec.tp, layout.spec.ep) as (group, experts), _compiled_anew(config.compile):
+    with pretended_groups(layout.spec.tp, layout.spec.ep) as (group, experts):
         rank = RankProgram(config, layout, mode, batch, whole, group, experts, closed_form, counted)
         if schedule is None:
             whole_of_it = rank.measure(functools.partial(copy.deepcopy, whole), None, last=True)
@@ -160,6 +160,8 @@ class RankProgram:
     closed_form: bool
     counted: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     """Bytes that parts leave for backward, and what was left out of them, by all that decides it."""
+    compiled: list[bool] = field(default_factory=list[bool])
+    """Not empty once a part has been compiled."""
 
     def kind(self, blocks: Sequence[nn.Module], stage: int, last: int) -> Any:
         """Equal for two stages that hold the same: their layers are alike, and no setting names a layer."""
@@ -196,13 +198,23 @@ class RankProgram:
         config = self.config
         # with all its experts: as many rows meet them, whoever holds them
         try:
-            return self._count(make, sizes, last=last)[0], ""
+            with self._compiling() if config.compile.enabled else nullcontext():
+                return self._count(make, sizes, last=last)[0], ""
         except Exception as err:  # torch.compile may fail on any model, as it may in the run
             if not config.compile.enabled:
                 raise
             eager = replace(self, config=replace(config, compile=replace(config.compile, enabled=False)))
             left_out = f"torch.compile, which keeps less: {type(err).__name__} while it was rehearsed"
             return eager._count(make, sizes, last=last)[0], left_out
+
+    @contextmanager
+    def _compiling(self) -> Generator[None]:
+        """Stages share what is compiled of equal blocks; none stays eager because it was compiled too often, here or before."""
+        if not self.compiled:
+            torch._dynamo.reset()
+            self.compiled.append(True)
+        with torch._dynamo.config.patch(recompile_limit=1024):
+            yield
 
     def _program(self) -> str:
         """All of a configuration that may change what a micro-batch leaves; not over how many ranks parameters are sharded."""
@@ -430,17 +442,6 @@ class RankProgram:
         width = next(module.embedding_dim for module in self.whole.modules() if isinstance(module, nn.Embedding))
         cut = spec.tp if self.config.parallel.sequence_parallel else 1
         return (torch.zeros(rows, seq_len // cut, width, device="meta", requires_grad=True),)
-
-
-@contextmanager
-def _compiled_anew(config: CompileConfig) -> Generator[None]:
-    """Stages share what is compiled of equal blocks; none stays eager because it was compiled too often, here or before."""
-    if not config.enabled:
-        yield
-        return
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=1024):
-        yield
 
 
 def _partitioned(config: CompileConfig) -> CompileConfig:
