@@ -266,11 +266,13 @@ class Mxfp4View(View):
         return [(self.blocks, ((*held[0], 0), (*held[1], _MX_GROUP // 2))), (self.scales, held)]
 
     def fill(self, box: Box, into: Tensor) -> None:
-        codes, exponents = (read_box(view, stored) for view, stored in self.needs(box))
-        both = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-        values = torch.ldexp(_E2M1[both.int()], exponents.int().unsqueeze(-1) - 127).flatten(-2)
         first = box[0][1] % _MX_GROUP
-        into.copy_(values.narrow(-1, first, box[1][1]).transpose(1, 2))
+        for place in range(box[1][0]):  # one matrix at a time in float32
+            one = (box[0][0] + place, *box[0][1:]), (1, *box[1][1:])
+            codes, exponents = (read_box(view, stored) for view, stored in self.needs(one))
+            both = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+            values = torch.ldexp(_E2M1[both.int()], exponents.int().unsqueeze(-1) - 127).flatten(-2)
+            into[place].copy_(values[0].narrow(-1, first, box[1][1]).t())
 
 
 _MX_GROUP = 32
