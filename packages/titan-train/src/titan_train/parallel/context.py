@@ -108,17 +108,25 @@ class Heads:
 
     @classmethod
     def of(cls, model: nn.Module, tp: int) -> "Heads":
-        """Read them off the model's first `CausalAttention`; fewer key-value heads than ``tp`` are replicated.
+        """Read them off the model's `CausalAttention`; fewer key-value heads than ``tp`` are replicated.
 
         Raises:
-            ValueError: The model has none.
+            ValueError: The model has none, or layers with other numbers of heads.
         """
-        inner = next((m for m in model.modules() if isinstance(m, CausalAttention)), None)
-        if inner is None:
+        found = [m for m in model.modules() if isinstance(m, CausalAttention)]
+        if not found:
             raise ValueError(
                 f"parallel.cp: {type(model).__name__} has no titan_train.models.CausalAttention to replace. Use it in your "
                 "model for the part that takes queries, keys and values, or set parallel.cp=1."
             )
+        inner = found[0]
+        for other in found:
+            if (other.num_heads, other.num_kv_heads) != (inner.num_heads, inner.num_kv_heads):
+                raise ValueError(
+                    f"parallel.cp: {type(model).__name__} has layers of {inner.num_heads} query and {inner.num_kv_heads} "
+                    f"key-value heads, and others of {other.num_heads} and {other.num_kv_heads}: ranks exchange the same "
+                    "heads in every layer. Set parallel.cp=1."
+                )
         return cls(max(1, inner.num_heads // tp), max(1, inner.num_kv_heads // tp), inner.head_dim, inner.value_dim)
 
 
