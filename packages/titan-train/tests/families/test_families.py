@@ -10,16 +10,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import one
 import table
 from ends import ends_unlike_others
+from titan_train.models.hf.plans import HF_PLANS
 
 EQUAL = dict.fromkeys(one.COLUMNS, "equal")
 
 
 @pytest.mark.parametrize(
-    "kind", ["starcoder2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("opt", "phimoe", "llama"))]
+    "kind", ["opt", *(pytest.param(k, marks=pytest.mark.slow) for k in ("starcoder2", "phimoe", "llama"))]
 )
 def test_a_family_is_equal_to_transformers_in_every_column(kind: str, tmp_path: Path) -> None:
     row = table.isolated(kind, 120.0)
-    if kind != "llama":
+    if kind not in HF_PLANS:
         assert row.pop("stages", str(row)).startswith("refused: ")  # without a plan
     assert row.pop("packed").startswith("equal")
     assert row.items() <= EQUAL.items()

@@ -25,6 +25,7 @@ SLOW = (
     "olmo_hybrid",
     "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v32", "olmo3", "nemotron_h", "minimax_m2",
     "ministral", "ministral3", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    *hf_folders.LIKE_LLAMA, *hf_folders.LIKE_LLAMA_ROUTED,
 )  # fmt: skip
 
 

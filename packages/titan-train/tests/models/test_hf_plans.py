@@ -10,12 +10,14 @@ from titan_train.models import build_model
 from titan_train.models.hf.plans import HF_PLANS, HFPlan, hf_plans
 
 MODULE = """
+import dataclasses
 from titan_train.models.hf.plans import HF_PLANS
-GRANITE = HF_PLANS["llama"]
+MINE = dataclasses.replace(HF_PLANS["llama"])
 NO_PLAN = 3
 """
 ENTRIES = """[titan_train.hf_plans]
-granite = my_plans:GRANITE
+doge = my_plans:MINE
+granite = my_plans:MINE
 smollm3 = my_plans:MISSING
 cohere = my_plans:NO_PLAN
 """
@@ -41,7 +43,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_package_adds_a_plan(installed: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert hf_plans().keys() - HF_PLANS.keys() == {"granite"}
+    assert hf_plans().keys() - HF_PLANS.keys() == {"doge"}
+    assert hf_plans()["granite"] is hf_plans()["doge"] is not HF_PLANS["granite"]
     assert "smollm3 of titan_train.hf_plans could not be loaded" in caplog.text
     assert "cohere of titan_train.hf_plans is a int, not an HFPlan" in caplog.text
 
@@ -55,7 +58,7 @@ def test_a_family_with_such_a_plan_can_be_cut(installed: Path) -> None:
 
     folder = hf_folders.make(installed / "granite", "granite")
     model: Any = build_model(ModelConfig(name=f"hf:{folder}", seq_len=32), vocab_size=96)
-    assert model.plan is HF_PLANS["llama"]
+    assert model.plan is hf_plans()["granite"]
     check_tensor_parallel(
         model, 2, table=table_for(model), seq_len_local=32, sequence_parallel=True, replicate_kv=False, async_tp=False
     )

@@ -13,11 +13,68 @@ _BASE: dict[str, Any] = {
 _ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _GATED_DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
                 "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}  # fmt: skip
-_LATENT = {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-           "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-           "qk_rope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
+_LATENT_HEADS = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+                 "v_head_dim": 8}  # fmt: skip
+_LATENT = _LATENT_HEADS | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+                           "n_group": 1, "topk_group": 1}  # fmt: skip
 _INDEXED = {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 8}
+_LIKE_LLAMA: dict[str, dict[str, Any]] = {
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "vaultgemma": {"sliding_window": 6, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0, "attention_bias": True},
+    "granite_swa": {"sliding_window": 6, "logits_scaling": 2.0},
+    "olmo": {"clip_qkv": 0.5},
+    "cohere": {"use_qk_norm": True, "tie_word_embeddings": True},
+    "cohere2": {"sliding_window": 6, "tie_word_embeddings": True},
+    "starcoder2": {"sliding_window": 7},
+    "stablelm": {"use_parallel_residual": True, "use_qkv_bias": True},
+    "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "glm": {},
+    "glm4": {},
+    "exaone4": {"sliding_window": 6, "sliding_window_pattern": 2},
+    "arcee": {"mlp_bias": True},
+    "apertus": {},
+    "nemotron": {},
+    "phi": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "qk_layernorm": True},
+    "persimmon": {"num_key_value_heads": 4},
+    "helium": {},
+    "nanochat": {},
+    "cwm": {"sliding_window": 7},
+    "internlm3": {},
+    "iquestcoder": {},
+    "jais2": {},
+    "hyperclovax": {},
+    "minicpm3": _LATENT_HEADS,
+    "youtu": _LATENT_HEADS,
+}  # fmt: skip
+_LIKE_LLAMA_ROUTED: dict[str, dict[str, Any]] = {
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+    "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "axk1": _LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+              "first_k_dense_replace": 1, "norm_topk_prob": True},
+    "mellum": _ROUTED | {"sliding_window": 6},
+    "solar_open": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "exaone_moe": _ROUTED | {"sliding_window": 6, "sliding_window_pattern": 2},
+    "hy_v3": _ROUTED,
+    "kolibri1": _ROUTED | {"shared_expert_intermediate_size": 16, "sliding_window": 6},
+    "afmoe": _ROUTED | {"sliding_window": 6, "global_attn_every_n_layers": 2},
+    "laguna": _ROUTED | {"shared_expert_intermediate_size": 16, "sliding_window": 6,
+                         "num_attention_heads_per_layer": [4, 8, 4, 8],
+                         "layer_types": ["full_attention", "sliding_attention"] * 2},
+    "flint": _ROUTED | {"shared_expert_intermediate_size": 16, "sliding_window": 6, "mlp_only_layers": [0]},
+    "mimo_v2_flash": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "v_head_dim": 4,
+                      "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    "beam": _ROUTED | {"sliding_window": 6, "n_group": 2, "topk_group": 1},
+}  # fmt: skip
 FOLDERS: dict[str, dict[str, Any]] = {
+    **_LIKE_LLAMA,
+    **_LIKE_LLAMA_ROUTED,
     "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 16}},
     "mistral": {"sliding_window": 7},
@@ -80,9 +137,6 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     # without a plan
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},  # files have other names than the model
-    "granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
              "attn_pdrop": 0.0},
     "bloom": {"n_layer": 4, "n_head": 4},
@@ -106,6 +160,8 @@ FOLDERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+LIKE_LLAMA, LIKE_LLAMA_ROUTED = tuple(_LIKE_LLAMA), tuple(_LIKE_LLAMA_ROUTED)
+"""Families of Llama's structure with small changes; those with experts."""
 SHARP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid", "gemma4_text")
 """Whose scores are not scaled down, or whose state answers keys of length 1: larger weights make rounding grow each step."""
 

@@ -1,10 +1,11 @@
-"""Planned families of 2026: sinks, layers with a state, stacked experts. Several in one start of ranks, each as one process."""
+"""Planned families: sinks, layers with a state, stacked experts, Llama's structure. Several in one start of ranks."""
 
 from dataclasses import replace
 
 import hf_runs
 import pytest
 from composition_check import failures
+from hf_folders import LIKE_LLAMA, LIKE_LLAMA_ROUTED
 from titan_testing import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -47,11 +48,15 @@ DENSE = (
     "ernie4_5",
     "hunyuan_v1_dense",
 )
-WITHOUT_EXPERTS = (*DENSE, "qwen3_5_text", "olmo_hybrid")
-WITHOUT_CP = ("glm_moe_dsa", "deepseek_v32")
+WITHOUT_EXPERTS = (*DENSE, *LIKE_LLAMA, "qwen3_5_text", "olmo_hybrid")
+WITHOUT_CP = ("glm_moe_dsa", "deepseek_v32", "gemma2", "vaultgemma", "laguna", "mimo_v2_flash")
 KINDS = (*HYBRID, *ROUTED, *DENSE)
 WITHOUT_SP = WITHOUT_PP = ("gemma3n_text",)
-DEFAULT = [("cp", ("gpt_oss", "qwen3_next")), ("pp zbv", ("gemma4_text",)), ("tp", ("glm_moe_dsa",))]
+DEFAULT = [
+    ("cp", ("gpt_oss", "qwen3_next", "stablelm")),
+    ("pp zbv", ("gemma4_text",)),
+    ("tp", ("glm_moe_dsa", "gemma2")),
+]
 
 
 def works(kind, layout):
@@ -89,15 +94,16 @@ def single(folder):
 CASES = [pytest.param(layout, kinds, id=layout, marks=pytest.mark.timeout(600)) for layout, kinds in DEFAULT]
 CASES += [
     pytest.param(
-        layout, [kind for kind in KINDS if works(kind, layout)], id=f"every family, {layout}",
+        layout, [kind for kind in kinds if works(kind, layout)], id=f"{name}, {layout}",
         marks=[pytest.mark.slow, pytest.mark.timeout(1800)],
     )
+    for name, kinds in (("every family", KINDS), ("like Llama", (*LIKE_LLAMA, *LIKE_LLAMA_ROUTED)))
     for layout in LAYOUTS
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "kinds"), CASES)
-def test_a_family_of_2026_trains_as_in_one_process(folder, single, layout, kinds):
+def test_a_family_trains_as_in_one_process(folder, single, layout, kinds):
     ranks, settings = LAYOUTS[layout]
     trees = [hf_runs.sections(hf_runs.publish(folder, kind), settings) for kind in kinds]
     results = run_ranks(run_each, ranks, folder, "layout", trees, timeout_s=60 + 60 * len(trees))

@@ -85,6 +85,7 @@ def test_a_folder_that_asks_for_more_than_its_plan_knows_is_refused_by_name(
     ("kind", "parallel", "words", "fields"),
     [
         ("deepseek_v32", {"cp": 2}, "chooses its keys among all of the row", {}),
+        ("gemma2", {"cp": 2}, "scores of its attention are capped", {}),
         ("llama4_text", {"ep": 2}, "nothing is sent", {}),
         ("gemma3n_text", {"pp": 2}, "hand on several streams", {}),
         ("gemma3n_text", {"tp": 2}, "looks up each token a second time.* Set parallel.sequence_parallel=false", {}),
@@ -122,6 +123,25 @@ def test_names_that_only_transformers_writes_are_read(tmp_path: Path) -> None:
         model.get_parameter(dense.format("mlp")).zero_()
     load_init(config.init, [model], whole=model, config=config, shards={})
     assert torch.equal(model.get_parameter(dense.format("mlp")), written[dense.format("block_sparse_moe")])
+
+
+@pytest.mark.parametrize("kind", ["laguna", "mimo_v2_flash"])
+def test_layers_with_unlike_heads_are_not_cut_along_the_sequence(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has layers of 4 query and 2 key-value heads, and others .* parallel.cp=1"):
+        validate(configured(tmp_path, kind, {"parallel": {"cp": 2}}), 2)
+
+
+@pytest.mark.parametrize("field", ["residual_dropout", "embedding_dropout"])
+def test_dropout_of_a_planned_family_is_refused_by_any_name(field: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"Set model.args.{field}=0.0"):
+        validate(configured(tmp_path, "starcoder2", **{field: 0.1}), 1)
+
+
+def test_norms_that_differ_by_head_are_not_cut(tmp_path: Path) -> None:
+    """StableLM 2 12B: a rank would take the norms of the first heads for those of its own."""
+    validate(configured(tmp_path, "stablelm", qk_layernorm=True), 1)
+    with pytest.raises(ValueError, match=r"does not cover model.layers.0.self_attn.q_layernorm"):
+        validate(configured(tmp_path, "stablelm", {"parallel": {"tp": 2}}, qk_layernorm=True), 2)
 
 
 def test_whole_rows_are_no_packed_documents(tmp_path: Path) -> None:

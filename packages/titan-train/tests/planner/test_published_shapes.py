@@ -65,12 +65,12 @@ def test_plan_and_estimate_take_a_folder(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_family_without_a_plan_is_planned_for_data_parallelism_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = folder(tmp_path, **{**LLAMA3_8B, "model_type": "granite"})
+    name = folder(tmp_path, **{**LLAMA3_8B, "model_type": "doge"})
     words = ["plan", name, "--rehearse", "0", "--global-batch", "64", "--out", str(tmp_path / "p")]
     assert main([*words, "--devices", "64"]) == 0
     text = (tmp_path / "p.toml").read_text()
     assert all(f"{axis} = 1\n" in text for axis in ("tp", "cp", "pp", "ep"))
-    assert "granite" not in HF_PLANS
+    assert "doge" not in HF_PLANS
 
 
 def test_changed_fields_change_the_shape_and_a_missing_size_is_named(tmp_path: Path) -> None:
@@ -92,7 +92,8 @@ def test_norms_of_queries_and_keys_are_those_of_the_plan() -> None:
     }
     assert normed == {
         "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "gemma3n_text", "gemma4_text",
-        "olmo2", "olmo3", "olmo_hybrid", "glm4_moe", "minimax_m2", "hunyuan_v1_dense", "hunyuan_v1_moe",
+        "olmo2", "olmo3", "olmo_hybrid", "glm4_moe", "minimax_m2", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmoe", "flex_olmo",
+        "cohere", "exaone4", "apertus", "dots1", "mellum", "exaone_moe", "hy_v3", "kolibri1", "afmoe", "laguna", "flint", "beam",
     }  # fmt: skip
 
 

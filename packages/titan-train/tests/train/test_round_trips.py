@@ -31,15 +31,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 PLANNED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "phi3", "gpt_neox", "olmo3", "llama4_text", "ministral",
     "ministral3", "gemma4_text", "ernie4_5", "hunyuan_v1_dense", "qwen3_5_text", "olmo_hybrid",
+    *hf_folders.LIKE_LLAMA,
 )  # fmt: skip
 ROUTED = (
     "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe",
     "glm4_moe_lite", "glm_moe_dsa", "deepseek_v32", "granitemoehybrid", "nemotron_h", "kimi_linear", "minimax_m2",
-    "ernie4_5_moe", "hunyuan_v1_moe",
+    "ernie4_5_moe", "hunyuan_v1_moe", *hf_folders.LIKE_LLAMA_ROUTED,
 )  # fmt: skip
-UNPLANNED = ("olmoe", "granite", "granitemoe", "gpt2", "bloom")
+UNPLANNED = ("phimoe", "opt", "gpt2", "bloom")
 DEFAULT = {
-    "fsdp": [("gpt2", True), ("granitemoe", False)],
+    "fsdp": [("gpt2", True), ("phimoe", False)],
     "pp": [("gemma3_text", True)],
     "tp pp": [("phi3", True), ("olmo2", False)],
     "ep tp": [("qwen2_moe", False)],

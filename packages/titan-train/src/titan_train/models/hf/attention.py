@@ -48,6 +48,32 @@ def attach(attention: nn.Module, *, num_heads: int, num_kv_heads: int, head_dim:
     attention.inner_attention = CausalAttention(num_heads, num_kv_heads, head_dim, value_dim=value_dim)
 
 
+def bring_context(layer: nn.Module, attention: nn.Module) -> None:
+    """Hand the context that a layer is called with to its attention, where the code of the layer drops it."""
+    carrier = _Carrier()
+    layer.register_forward_pre_hook(carrier.take, with_kwargs=True)
+    attention.register_forward_pre_hook(carrier.hand_on, with_kwargs=True)
+
+
+def without_weights(attention: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A hook that drops the weights of attention, which nobody reads and a tensor-parallel rank has of its own heads only."""
+    return output[0], None, *output[2:]
+
+
+class _Carrier:
+    """The two hooks of one layer, whose methods a copy of the layer has with a carrier of its own."""
+
+    def __init__(self) -> None:
+        self._context: Any = None
+
+    def take(self, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._context = keywords.get(CONTEXT)
+
+    def hand_on(self, attention: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        context, self._context = self._context, None
+        return args, {**keywords, CONTEXT: context}
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -60,7 +86,9 @@ def _attend(
     s_aux: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: ``[B, H, S, D]`` queries and ``[B, K, S, D]`` keys to ``[B, S, H, E]``; sinks are ``s_aux``."""
+    """What transformers calls: ``[B, H, S, D]`` queries and ``[B, K, S, D]`` keys to ``[B, S, H, E]``, which some
+    families take a view of; sinks are ``s_aux``.
+    """
     context: WindowedContext = keywords[CONTEXT]
     own_scaling = query.shape[-1] ** -0.5
     if scaling is not None and scaling != own_scaling:
@@ -72,10 +100,11 @@ def _attend(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context.windows[sliding_window],
             boundaries=context.boundaries, window=sliding_window, sinks=s_aux,
         )  # fmt: skip
-        return out, None
+        return out.contiguous(), None
     inner: Any = module.inner_attention
     sinks = {} if s_aux is None else {"sinks": s_aux}
-    return inner(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context, **sinks), None
+    out = inner(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), context, **sinks)
+    return out.contiguous(), None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -17,7 +17,10 @@ from titan_train.models.hf.plans import STACKED, HFPlan, hf_plans
 from titan_train.trust import refuse_foreign_code
 from titan_train.values import did_you_mean
 
-_DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+_DROPOUTS = (
+    "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop",
+    "router_jitter_noise",
+)  # fmt: skip
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 """What families call the number of experts of a token."""
@@ -185,7 +188,7 @@ def _check_plan(name: str, config: Any, plan: HFPlan, seq_len: int) -> None:
             f"model.name={name!r} has {', '.join(f'{k}={v}' for k, v in found.items())}: results would depend on the layout. "
             f"Set {wanted}."
         )
-    if getattr(config, "attn_logit_softcapping", None):
+    if getattr(config, "attn_logit_softcapping", None) and not plan.own_attention:
         raise ValueError(
             f"model.name={name!r} has capped attention scores (attn_logit_softcapping), which attention here does not support. "
             "Use a model without them."
@@ -214,13 +217,12 @@ def _check_causal(name: str, config: Any, *, planned: bool) -> None:
 
 def _apply_plan(model: Any, plan: HFPlan, *, split: bool) -> None:
     """Attention, experts and (with ``split``) fused linears as parallelism wants them; the model computes the same."""
-    from titan_train.models.hf.attention import attach
+    from titan_train.models.hf.attention import attach, bring_context, without_weights
     from titan_train.models.hf.state import has_state, take_over
 
     model.plan = plan
     model.mtp = model.mtp_embeddings = None
     config = model.config
-    heads = int(config.num_attention_heads)
     windows: set[int] = set()
     for layer in model.get_submodule(plan.layers).children():
         for module in layer.children():
@@ -238,8 +240,15 @@ def _apply_plan(model: Any, plan: HFPlan, *, split: bool) -> None:
                 _split_fused(layer, plan)
             continue
         width, value = _head_widths(attention)
+        heads = int(getattr(attention, "num_heads", config.num_attention_heads))
         kv_heads = heads // int(getattr(attention, "num_key_value_groups", 1))
         attach(attention, num_heads=heads, num_kv_heads=kv_heads, head_dim=width, value_dim=value)
+        if isinstance(getattr(attention, "num_key_value_heads", None), int):
+            attention.head_counts = [(attention, "num_key_value_heads")]
+        if plan.drops_keywords:
+            bring_context(layer, attention)
+        if plan.own_attention:
+            attention.register_forward_hook(without_weights)
         window = (
             getattr(attention, "sliding_window", None)
             if hasattr(attention, "sliding_window")
@@ -263,8 +272,10 @@ def _head_widths(attention: Any) -> tuple[int, int]:
 def _split_fused(layer: nn.Module, plan: HFPlan, heads: int = 0, kv_heads: int = 0, head_dim: int = 0) -> None:
     from titan_train.models.hf.names import SplitLinear
 
+    modules: dict[str, Any] = dict(layer.named_modules())
     for name, parts in plan.fused.items():
-        whole: Any = layer.get_submodule(name)
+        if (whole := modules.get(name)) is None:
+            continue
         counts = {"query": heads * head_dim, "key_value": kv_heads * head_dim, "ffn": whole.out_features // 2}
         widths = {part: counts[count] for part, count in parts.items()}
         split = SplitLinear(whole, widths, num_heads=heads, num_kv_heads=kv_heads)

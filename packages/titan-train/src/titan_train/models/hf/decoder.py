@@ -282,7 +282,10 @@ class HFDecoder(HFModel):
         plan = self.plan
         after = {plan.norm, plan.head} | ({"mtp", "mtp_embeddings"} if self.mtp is not None else set())
         gone = [] if first else list(_apart_from(self, "", after | {plan.layers}))
-        gone += [] if last else [self.get_submodule(name) for name in after]
+        # what has no parameters is everywhere: nanochat's last norm also comes before its layers
+        gone += (
+            [] if last else [part for part in map(self.get_submodule, after) if any(True for _ in part.parameters())]
+        )
         children = self.get_submodule(plan.layers)._modules
         gone += [layer for name, layer in children.items() if layer is not None and int(name) not in layers]
         stage = copy.deepcopy(self, {id(module): Gone() for module in gone})

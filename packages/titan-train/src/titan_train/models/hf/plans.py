@@ -12,7 +12,7 @@ An installed package adds a plan by an entry point of the group ``titan_train.hf
 comes before a plan here for the same family:
 
     [project.entry-points."titan_train.hf_plans"]
-    granite = "my_package.plans:GRANITE"
+    doge = "my_package.plans:DOGE"
 """
 
 import logging
@@ -46,6 +46,8 @@ class HFPlan:
     attention: str = "self_attn"
     """The attention of a layer: calls transformers' registry of attention functions with all keywords it was given. Layers may
     do without."""
+    drops_keywords: bool = False
+    """The code of a layer does not hand its keywords on to its attention, so the context of the rows is brought there."""
     own_attention: bool = False
     """Attention and its masks are left to transformers: tokens see others than those of a window. Rules ``cp`` out."""
     feed_forward: str = "mlp"
@@ -55,7 +57,7 @@ class HFPlan:
     projection (``w1``, ``w2``, ``w3``), from the layer's name on; those of the stacks that the module has, where it has no gate;
     or `STACKED`, where files have the stacks too. Empty for a family without experts to spread."""
     fused: Mapping[str, Mapping[str, Count]] = field(default_factory=dict[str, Mapping[str, Count]])
-    """Linears of a layer that are several in one, to their parts in order and how wide each is."""
+    """Linears that a layer may have and that are several in one, to their parts in order and how wide each is."""
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     """What files call a part of a tensor's name, where it differs from the module's; ``{i}`` is a layer's number."""
     convolution: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -139,6 +141,7 @@ _ROUTED: Mapping[str, Style] = {"gate": "replicated", "experts": "replicated"}
 _SHARED = _swiglu("model.layers.*.mlp.shared_experts")
 
 _LLAMA = HFPlan(styles=_decoder(_QKV))
+_DROPPING = replace(_LLAMA, drops_keywords=True)
 _EACH_EXPERT = _separate("mlp.experts", "gate_proj", "down_proj", "up_proj")
 _MIXTRAL_EXPERTS = _separate("block_sparse_moe.experts", "w1", "w2", "w3")
 _DEEPSEEK = HFPlan(styles={**_decoder(_LATENT, **_ROUTED), **_SHARED}, experts=_EACH_EXPERT)
@@ -197,6 +200,9 @@ _NEMOTRON_H: StyleTable = {
     "model.norm_f": "replicated",
     "lm_head": "head",
 }
+_FINAL_LAYERNORM: StyleTable = {"model.final_layernorm": "replicated"}
+_ROUTED_SHARED: StyleTable = {**_decoder({**_QKV, **_HEAD_NORMS}, **_ROUTED), **_SHARED}
+_GATE_UP: Mapping[str, Mapping[str, Count]] = {"mlp.gate_up_proj": {"gate": "ffn", "up": "ffn"}}
 _APART = {f".conv1d.{part}.": f".{part}_conv1d." for part in "qkv"}
 _GRANITE_HYBRID: StyleTable = {
     **_decoder(_QKV),
@@ -206,6 +212,23 @@ _GRANITE_HYBRID: StyleTable = {
     "model.layers.*.shared_mlp.input_linear.*": "colwise",
     "model.layers.*.shared_mlp.output_linear": "rowwise",
 }
+_GRANITE_MOE = HFPlan(
+    styles=_GRANITE_HYBRID,
+    feed_forward="block_sparse_moe",
+    experts=STACKED,
+    fused={"shared_mlp.input_linear": {"gate": "ffn", "up": "ffn"}},
+    renamed={
+        ".experts.gate_up_proj": ".input_linear.weight",
+        ".experts.down_proj": ".output_linear.weight",
+        ".router.weight": ".router.layer.weight",
+    },
+)
+_WIDE_ROUTED = HFPlan(styles=_decoder({**_QKV, **_WIDE_NORMS}, **_ROUTED), experts=_EACH_EXPERT)
+_CAPPED = HFPlan(
+    styles=_decoder(_QKV),
+    own_attention=True,
+    lacks={"cp": "the scores of its attention are capped, which attention over a cut sequence does not do"},
+)
 
 HF_PLANS: Mapping[str, HFPlan] = {
     "llama": _LLAMA,
@@ -257,14 +280,7 @@ HF_PLANS: Mapping[str, HFPlan] = {
             **_APART,
         },
     ),
-    "granitemoehybrid": HFPlan(
-        styles=_GRANITE_HYBRID, feed_forward="block_sparse_moe", experts=STACKED,
-        fused={"shared_mlp.input_linear": {"gate": "ffn", "up": "ffn"}},
-        renamed={
-            ".experts.gate_up_proj": ".input_linear.weight", ".experts.down_proj": ".output_linear.weight",
-            ".router.weight": ".router.layer.weight",
-        },
-    ),
+    "granitemoehybrid": _GRANITE_MOE,
     "nemotron_h": HFPlan(
         styles=_NEMOTRON_H, embedding="model.embeddings", norm="model.norm_f", attention="mixer", feed_forward="mixer",
         experts={name: f"mixer.experts.{{j}}.{name}.weight" for name in ("up_proj", "down_proj")},
@@ -316,6 +332,115 @@ HF_PLANS: Mapping[str, HFPlan] = {
         styles={
             **_decoder({**_QKV, "*_layernorm": "replicated"}, **_ROUTED), **_swiglu("model.layers.*.mlp.shared_mlp")
         },
+        experts=_EACH_EXPERT,
+    ),
+    # Llama's structure with small changes
+    "gemma": _LLAMA,
+    "gemma2": _CAPPED,
+    "vaultgemma": _CAPPED,
+    "granite": _LLAMA,
+    "granite_swa": HFPlan(styles=_decoder({**_QKV, "sinks": "heads"})),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
+    "granitemoe_swa": replace(
+        _GRANITE_MOE, styles={"model.layers.*.self_attn.sinks": "heads", **_GRANITE_HYBRID}, renamed={}
+    ),
+    "olmo": _LLAMA,
+    "olmoe": _WIDE_ROUTED,
+    "flex_olmo": _WIDE_ROUTED,
+    "cohere": HFPlan(styles=_decoder({**_QKV, "q_norm": "heads", "k_norm": "kv_heads"})),  # a vector for each head
+    "cohere2": _LLAMA,
+    "starcoder2": HFPlan(styles=_decoder(_QKV, c_fc="colwise", c_proj="rowwise")),
+    "stablelm": _DROPPING,
+    "smollm3": _LLAMA,
+    "seed_oss": _LLAMA,
+    "glm": HFPlan(styles=_decoder(_QKV, **{"gate_up_proj.*": "colwise"}), fused=_GATE_UP),
+    "glm4": HFPlan(styles=_decoder(_QKV, **{"gate_up_proj.*": "colwise"}), fused=_GATE_UP),
+    "exaone4": HFPlan(styles=_decoder({**_QKV, **_HEAD_NORMS})),
+    "arcee": _LLAMA,
+    "apertus": HFPlan(styles=_decoder({**_QKV, **_HEAD_NORMS}, act_fn="replicated")),
+    "nemotron": _DROPPING,
+    "phi": HFPlan(
+        styles={
+            **_decoder({**_QKV, "[qk]_layernorm": "replicated", "dense": "rowwise"}, fc1="colwise", fc2="rowwise"),
+            **_FINAL_LAYERNORM,
+        },
+        norm="model.final_layernorm",
+    ),
+    "persimmon": HFPlan(
+        styles={
+            **_decoder(
+                {"query_key_value": "heads", "[qk]_layernorm": "replicated", "dense": "rowwise"},
+                dense_h_to_4h="colwise", dense_4h_to_h="rowwise",
+            ),
+            **_FINAL_LAYERNORM,
+        },
+        norm="model.final_layernorm",
+    ),
+    "helium": _LLAMA,
+    "nanochat": HFPlan(styles=_decoder(_QKV, fc1="colwise", fc2="rowwise")),
+    "cwm": _LLAMA,
+    "internlm3": _LLAMA,
+    "iquestcoder": _LLAMA,
+    "jais2": _LLAMA,
+    "hyperclovax": HFPlan(styles={**_decoder(_QKV), "model.layers.*.post_norm[12]": "replicated"}),
+    "minicpm3": HFPlan(styles=_decoder(_LATENT)),
+    "youtu": HFPlan(styles=_decoder(_LATENT)),
+    "axk1": HFPlan(
+        styles={**_decoder(_LATENT, **_ROUTED, post_mlp_layernorm="replicated"), **_SHARED}, experts=_EACH_EXPERT,
+        renamed={".mlp.post_mlp_layernorm.": ".post_mlp_layernorm."},
+    ),
+    "dots1": HFPlan(styles=_ROUTED_SHARED, experts=_EACH_EXPERT),
+    "mellum": HFPlan(styles=_ROUTED_SHARED, experts=_EACH_EXPERT),
+    "solar_open": HFPlan(styles={**_decoder(_QKV, **_ROUTED), **_SHARED}, experts=_EACH_EXPERT),
+    "exaone_moe": HFPlan(
+        styles=_ROUTED_SHARED, experts=_EACH_EXPERT,
+        renamed={".gate.e_score_correction_bias": ".e_score_correction_bias"},
+    ),
+    "hy_v3": HFPlan(
+        styles=_ROUTED_SHARED, experts=_EACH_EXPERT,
+        renamed={
+            ".mlp.gate.": ".mlp.router.gate.", ".mlp.e_score_correction_bias": ".mlp.expert_bias",
+            ".mlp.shared_experts.": ".mlp.shared_mlp.",
+        },
+    ),
+    "kolibri1": HFPlan(
+        styles=_ROUTED_SHARED, experts=_EACH_EXPERT,
+        renamed={
+            ".mlp.gate.e_score_correction_bias": ".moe.router.expert_bias", ".post_self_attn_layernorm.": ".post_attn_norm.",
+            ".post_mlp_layernorm.": ".post_ffn_norm.",
+        },
+    ),
+    "afmoe": HFPlan(
+        styles={
+            **_decoder(
+                {**_QKV, **_HEAD_NORMS, "gate_proj": "heads"}, router="replicated", expert_bias="replicated",
+                experts="replicated",
+            ),
+            **_SHARED,
+        },
+        experts=_EACH_EXPERT,
+    ),
+    "laguna": HFPlan(
+        styles={**_decoder({**_QKV, **_HEAD_NORMS, "g_proj": "heads"}, **_ROUTED), **_SHARED}, experts=_EACH_EXPERT,
+        renamed={
+            ".mlp.gate.e_score_correction_bias": ".mlp.experts.e_score_correction_bias",
+            ".mlp.shared_experts.": ".mlp.shared_expert.",
+        },
+    ),
+    "flint": HFPlan(
+        styles={
+            **_decoder({**_QKV, **_HEAD_NORMS, "sinks": "heads"}, **_ROUTED),
+            **_swiglu("model.layers.*.mlp.shared_expert"),
+        },
+        experts=_EACH_EXPERT, renamed={".sinks": ".softmax_offset"},
+    ),
+    "mimo_v2_flash": HFPlan(
+        styles=_decoder({**_QKV, "sinks": "heads"}, **_ROUTED), experts=_EACH_EXPERT,
+        renamed={".sinks": ".attention_sink_bias"},
+    ),
+    "beam": HFPlan(
+        styles=_decoder({**_QKV, **_HEAD_NORMS, "gate_proj": "heads", "gate_bias": "heads"}, **_ROUTED),
         experts=_EACH_EXPERT,
     ),
 }  # fmt: skip

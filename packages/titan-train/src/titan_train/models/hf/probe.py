@@ -366,6 +366,7 @@ def _gradients(stages: list[Any], batch: Any, tied: Mapping[str, str]) -> tuple[
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
-    """The largest difference, in spreads of ``want``; infinite where either is not finite."""
-    off = (got.double() - want.double()).abs().max() / want.double().std().clamp_min(1e-12)
+    """The largest difference, in spreads of ``want`` (one number: in its size); infinite where either is not finite."""
+    spread = want.double().std() if want.numel() > 1 else want.double().abs()
+    off = (got.double() - want.double()).abs().max() / spread.clamp_min(1e-12)
     return float(off) if bool(off.isfinite()) else float("inf")

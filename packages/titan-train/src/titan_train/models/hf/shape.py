@@ -2,11 +2,12 @@
 
 Families name the same sizes in a few ways, which are all read. What no field says (an ungated feed-forward, biases) is known
 by ``model_type``; its plan says whether queries and keys are normalised. Matrices are exact for the families with a plan whose
-layers are of softmax attention or gated delta nets; up to one vector per layer (norms, biases) may be missed. Granite's Mamba-2
-is known; layers with a state of other kinds are counted as attention of the same heads.
+layers are of softmax attention with as many heads each, or gated delta nets; a few vectors per layer (norms, biases) may be
+missed. Granite's Mamba-2 is known; layers with a state of other kinds are counted as attention of the same heads.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from titan_train.models.hf.plans import hf_plans
@@ -20,15 +21,30 @@ from titan_train.models.shape import (
     StateSpaceShape,
 )
 
-_TIED = ("gpt2", "bloom", "opt", "falcon", "gemma", "gemma2", "gemma3_text", "cohere", "cohere2")
+_TIED = (
+    "gpt2", "bloom", "opt", "falcon", "gemma", "gemma2", "gemma3_text", "vaultgemma", "cohere", "cohere2", "smollm3",
+    "starcoder2", "granite_swa", "minicpm3", "youtu",
+)  # fmt: skip
 """Families whose head is the embedding's matrix where the file does not say."""
-_UNGATED = ("gpt2", "gpt_neox", "bloom", "opt", "falcon", "starcoder2", "phi", "gptj", "gpt_bigcode", "mpt", "nemotron")
+_LAYER_NORM = (
+    "gpt2", "gpt_neox", "bloom", "opt", "falcon", "starcoder2", "phi", "gptj", "gpt_bigcode", "mpt", "nemotron", "persimmon",
+    "jais2",
+)  # fmt: skip
+"""Families with an ungated feed-forward and norms with a bias."""
+_UNGATED = (*_LAYER_NORM, "arcee", "apertus", "nanochat")
+_FOUR_NORMS = ("gemma3_text", "gemma2", "glm4", "hyperclovax", "kolibri1", "afmoe", "beam")
+_GATED_HEADS = ("afmoe", "beam", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families with a gate for each channel of attention's result."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_k", "moe_topk")
-_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _STATES = ("linear_attention", "mamba")
 """Words of ``layer_types`` for layers that carry a state."""
-_BIASED = ("gpt2", "gpt_neox", "bloom", "opt", "phi", "starcoder2", "qwen2", "qwen2_moe", "gpt_oss")
+_BIASED = (
+    "gpt2", "gpt_neox", "bloom", "opt", "phi", "starcoder2", "persimmon", "jais2", "qwen2", "qwen2_moe", "gpt_oss", "glm", "glm4",
+    "seed_oss",
+)  # fmt: skip
+_SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_LEADING = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
 def shape_of_published(name: str, published: Mapping[str, Any], *, mtp: int = 0) -> ModelShape:
@@ -54,8 +70,8 @@ def shape_of_published(name: str, published: Mapping[str, Any], *, mtp: int = 0)
     hidden = read.size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * dim)
     dense = FeedForwardShape(hidden, gated=kind not in _UNGATED, bias=kind in _UNGATED and kind in _BIASED)
     routed = _experts(read, hidden)
-    norm = 2 if kind in _UNGATED else 1  # LayerNorm has a bias
-    norms = (4 if kind == "gemma3_text" else 2) * norm
+    norm = 2 if kind in _LAYER_NORM else 1
+    norms = (4 if kind in _FOUR_NORMS else 2) * norm
     blocks = [
         _with_state(read, count, feed, norms) if near is None else Block(count, near, feed, norms=norms)
         for near, feed, count in _groups(fields, layers, attention, dense, routed)
@@ -94,7 +110,7 @@ def _attention(read: _Reader, kind: str, dim: int, heads: int) -> AttentionWidth
     if fields.get("kv_lora_rank"):
         rope = read.size("qk_rope_head_dim")
         return AttentionWidths(
-            heads, heads, read.size("qk_nope_head_dim") + rope, value_dim=read.size("v_head_dim"),
+            heads, heads, read.size("qk_nope_head_dim") + rope, value_dim=read.size("v_head_dim", default=max(1, dim // heads)),
             q_lora=int(fields.get("q_lora_rank") or 0), kv_lora=read.size("kv_lora_rank"), rope_dim=rope,
         )  # fmt: skip
     single = 1 if fields.get("multi_query") and not fields.get("new_decoder_architecture") else heads
@@ -102,8 +118,9 @@ def _attention(read: _Reader, kind: str, dim: int, heads: int) -> AttentionWidth
         heads,
         read.size("num_key_value_heads", "num_kv_heads", default=single),
         read.size("head_dim", default=max(1, dim // heads)),
-        qk_norm=_norms_heads(kind),
-        gated=kind in _GATED,
+        value_dim=int(fields.get("v_head_dim") or 0),
+        gated=kind in _GATED_HEADS,
+        qk_norm=bool(fields.get("use_qk_norm", _norms_heads(kind))),
         bias=bool(fields.get("attention_bias", kind in _BIASED)),
     )
 
@@ -131,7 +148,8 @@ def _experts(read: _Reader, hidden: int) -> ExpertsShape | None:
     if not any(fields.get(name) for name in _EXPERTS):
         return None
     width = read.size("moe_intermediate_size", default=hidden)
-    shared = fields.get("shared_expert_intermediate_size") or int(fields.get("n_shared_experts") or 0) * width
+    number = next((int(fields[name]) for name in _SHARED_EXPERTS if fields.get(name)), 0)
+    shared = fields.get("shared_expert_intermediate_size") or fields.get("shared_intermediate_size") or number * width
     groups = int(fields.get("n_group") or 1)
     return ExpertsShape(
         read.size(*_EXPERTS),
@@ -159,7 +177,7 @@ def _groups(
         types = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     states = _STATES if delta or fields.get("mamba_n_heads") else ()
     first = fields.get("max_window_layers", 0) if "use_sliding_window" in fields else 0
-    leading = int(fields.get("first_k_dense_replace") or fields.get("moe_layer_start_index") or 0)
+    leading = next((int(fields[name]) for name in _LEADING if fields.get(name)), 0)
     sorts: list[Any] = fields.get("mlp_layer_types") or []
     also = fields.get("mlp_only_layers") or []
     count: dict[tuple[bool, bool, bool], int] = {}
@@ -168,14 +186,7 @@ def _groups(
         sparse = sorts[layer] == "sparse" if layer < len(sorts) else layer >= leading and layer not in also
         kind = routed is not None and sparse, near, layer < len(types) and types[layer] in states
         count[kind] = count.get(kind, 0) + 1
-    narrow = AttentionWidths(
-        attention.heads,
-        attention.kv_heads,
-        attention.head_dim,
-        qk_norm=attention.qk_norm,
-        bias=attention.bias,
-        window=window,
-    )
+    narrow = replace(attention, window=window)
     return [
         (
             None if state else narrow if near else attention,
