@@ -160,7 +160,8 @@ SLOW_ADAPTED = [
     ("llama", 2, {"parallel": {"tp": 2, "sequence_parallel": False}}), ("mixtral", 2, {"parallel": {"ep": 2}}),
     ("deepseek_v3", 4, {"parallel": {"ep": 2, "tp": 2}}), ("olmo2", 2, {"parallel": {"tp": 2}}),
     ("gpt_neox", 2, {"parallel": {"tp": 2}}), ("gemma3_text", 4, {"parallel": {"cp": 2, "tp": 2}}),
-    ("llama", 2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
+    ("llama", 2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}}), ("stablelm", 2, {"parallel": {"tp": 2}}),
+    ("granitemoe", 2, {"parallel": {"tp": 2}}),
 ]  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def _check_cut_adapters(config: Config, model: nn.Module) -> None:
     """Refuse tensor parallelism of adapters where a linear is several in one, or its region is not entered as a whole."""
     asked = f"parallel.tp={config.parallel.tp} with model.lora_rank={config.model.lora_rank}"
     plan: Any = model.plan
-    fused = sorted(plan.fused)
+    fused = sorted(name for name in plan.fused if any(key.endswith(f".{name}") for key, _ in model.named_modules()))
     if fused:
         raise ValueError(
             f"{asked}: {' and '.join(fused)} are several linears in one, and so is an adapter beside them. Set parallel.tp=1."

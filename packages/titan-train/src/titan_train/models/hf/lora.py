@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from titan_train.models.traits import traits_of
 from titan_train.values import did_you_mean
 
 _NAME = "default"
@@ -59,6 +60,7 @@ def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str])
             for attribute in ("num_heads", "num_kv_heads")
             if isinstance(getattr(counter, attribute, None), int)
         ]
+        counts += traits_of(holder).head_counts
         layer.head_counts = layer.lora_B.head_counts = counts  # for tensor parallelism, as those of `SplitLinear`
 
 
