@@ -8,7 +8,7 @@ from titan_train.cli import main
 from titan_train.config import parse_config
 from titan_train.models.hf.plans import HF_PLANS
 from titan_train.models.hf.shape import shape_of_published
-from titan_train.planner.shapes import find_shape, shape_of_config
+from titan_train.planner.shapes import find_shape, shape_of_config, unplanned_degrees
 
 LLAMA3_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -71,6 +71,11 @@ def test_a_family_without_a_plan_is_planned_for_data_parallelism_only(
     text = (tmp_path / "p.toml").read_text()
     assert all(f"{axis} = 1\n" in text for axis in ("tp", "cp", "pp", "ep"))
     assert "doge" not in HF_PLANS
+
+
+def test_a_plan_that_lacks_an_axis_is_planned_without_it(tmp_path: Path) -> None:
+    assert unplanned_degrees(folder(tmp_path, **{**LLAMA3_8B, "model_type": "gemma2"})) == {"cp": 1}
+    assert unplanned_degrees(folder(tmp_path, **{**LLAMA3_8B, "model_type": "gemma3n_text"})) == {"pp": 1}
 
 
 def test_changed_fields_change_the_shape_and_a_missing_size_is_named(tmp_path: Path) -> None:

@@ -83,9 +83,10 @@ def shape_of_config(config: Config) -> ModelShape:
 
 
 def unplanned_degrees(name: str) -> dict[str, int]:
-    """Degrees that a folder's family cannot have: all but those of data parallelism, where it has no plan."""
-    kind = read_published(name, key="MODEL").get("model_type")
-    return {} if kind in hf_plans() else {"tp": 1, "cp": 1, "pp": 1, "ep": 1}
+    """Degrees that a folder's family cannot have: what its plan lacks; without a plan, all but those of data parallelism."""
+    plan = hf_plans().get(str(read_published(name, key="MODEL").get("model_type")))
+    lacking = ("tp", "cp", "pp", "ep") if plan is None else plan.lacks
+    return {axis: 1 for axis in lacking if axis != "sp"}
 
 
 def is_diffusion(name: str) -> bool:
