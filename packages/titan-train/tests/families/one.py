@@ -26,7 +26,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8, "topk_group": None, "n_group": None},
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
