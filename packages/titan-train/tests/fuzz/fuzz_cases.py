@@ -24,7 +24,10 @@ from titan_train.parallel.layout.run import plan_run
 STEPS = 3
 FAMILIES = ("llama", "llama", "gpt", "qwen3", "qwen3_moe", "deepseek", "deepseek", "hf", "unplanned", "dropping")
 HAS_TRANSFORMERS = find_spec("transformers") is not None
-PLANNED = ("llama", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "gpt_neox")
+PLANNED = (
+    "llama", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "gpt_neox", "granite", "stablelm", "starcoder2", "cohere", "glm",
+    "nemotron", "gemma2",
+)  # fmt: skip
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv", "dualpipe_v")
 BYTES = 257  # entries of the byte tokenizer
 

@@ -17,7 +17,7 @@ from titan_train.inputs import prepare_inputs
 
 use_code(["dropping"])
 
-UNPLANNED = ("granite", "gpt2", "bloom", "stablelm", "starcoder2", "cohere", "opt", "glm", "nemotron", "biogpt")
+UNPLANNED = ("gpt2", "bloom", "opt", "biogpt", "gptj", "doge")
 """Families without a plan: what the checks before a run refuse of them, such as documents that see each other, is drawn again."""
 _NO_DROPOUT = (
     "dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "embd_pdrop",

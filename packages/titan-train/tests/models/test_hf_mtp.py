@@ -213,7 +213,7 @@ def test_drafts_of_a_model_with_windows_are_refused(tmp_path):
 
 def test_what_has_no_modules_is_refused_by_name(tmp_path):
     kinds = {
-        "granite": "the family 'granite' of transformers has no plan",
+        "gpt2": "the family 'gpt2' of transformers has no plan",
         "granitemoehybrid": "last layer of this granitemoehybrid carries a state",
         "nemotron_h": "last layer of this nemotron_h is not attention with a feed-forward",
     }

@@ -20,6 +20,7 @@ LAYOUTS = {
     "pp zbv": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}}),
     "ep": (2, {"parallel": {"ep": 2}}),
     "compiled tp": (2, {"parallel": {"tp": 2}, "compile": {"enabled": True, "backend": "aot_eager"}}),
+    "recomputed tp": (2, {"parallel": {"tp": 2}, "activations": {"checkpoint": "full"}}),
     "ep tp": (4, {"parallel": {"ep": 2, "tp": 2}}),
     "cp pp": (4, {"parallel": {"cp": 2, "pp": 2}, "pipeline": {"schedule": "1f1b"}}),
     "cp tp without sp": (4, {"parallel": {"cp": 2, "tp": 2, "sequence_parallel": False}}),
@@ -53,7 +54,8 @@ WITHOUT_CP = ("glm_moe_dsa", "deepseek_v32", "gemma2", "vaultgemma", "laguna", "
 KINDS = (*HYBRID, *ROUTED, *DENSE)
 WITHOUT_SP = WITHOUT_PP = ("gemma3n_text",)
 DEFAULT = [
-    ("cp", ("gpt_oss", "qwen3_next", "stablelm")),
+    ("cp", ("gpt_oss", "qwen3_next")),
+    ("recomputed tp", ("stablelm",)),
     ("pp zbv", ("gemma4_text",)),
     ("tp", ("glm_moe_dsa", "gemma2")),
 ]

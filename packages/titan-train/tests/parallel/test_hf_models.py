@@ -37,7 +37,7 @@ WINDOWED_LAYOUTS = {
     "cp tp": (4, {"parallel": {"cp": 2, "tp": 2}}),
     "cp pp": (4, {"parallel": {"cp": 2, "pp": 2}, "pipeline": {"schedule": "1f1b"}}),
 }
-UNPLANNED = ("granite", "gpt2", "bloom")
+UNPLANNED = ("opt", "gpt2", "bloom")
 DEFAULT = [("phi3", "tp pp"), ("deepseek_v3", "ep tp"), ("gemma3_text", "cp"), ("gpt2", "fsdp")]
 WEIGHTS = (
     2e-6  # four steps of SGD at 0.1, clipped to a norm of 0.5, from gradients that differ by 4e-6 of their largest
@@ -92,7 +92,7 @@ def test_a_decoder_of_transformers_trains_as_in_one_process(folder, single, kind
 @pytest.mark.parametrize(
     ("kind", "layout", "words"),
     [
-        ("granite", {"tp": 2}, "has no plan, so it trains under fsdp, hsdp and ddp only"),
+        ("gpt2", {"tp": 2}, "has no plan, so it trains under fsdp, hsdp and ddp only"),
         ("llama", {"ep": 2}, "has none"),
         ("llama", {"tp": 4}, "does not divide|more than num_kv_heads=2"),
         ("mistral", {"cp": 2}, "context.layout='documents' places tokens by the work of one mask"),

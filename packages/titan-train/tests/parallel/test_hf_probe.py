@@ -131,6 +131,12 @@ def test_layers_with_unlike_heads_are_not_cut_along_the_sequence(kind: str, tmp_
         validate(configured(tmp_path, kind, {"parallel": {"cp": 2}}), 2)
 
 
+def test_attention_of_a_family_of_its_own_does_not_share_key_value_heads(tmp_path: Path) -> None:
+    parallel = {"tp": 4, "replicate_kv": True}
+    with pytest.raises(ValueError, match=r"attention of the family 'gemma2' is left to transformers"):
+        validate(configured(tmp_path, "gemma2", {"parallel": parallel}), 4)
+
+
 @pytest.mark.parametrize("field", ["residual_dropout", "embedding_dropout"])
 def test_dropout_of_a_planned_family_is_refused_by_any_name(field: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"Set model.args.{field}=0.0"):

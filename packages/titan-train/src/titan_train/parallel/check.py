@@ -183,6 +183,12 @@ def _check_plan(config: Config, layout: Layout, model: nn.Module) -> None:
                 f"parallel.{axis}={getattr(spec, axis)}: the family {kind!r} of transformers has no {axis} here: {reason}. Set "
                 f"parallel.{axis}=1."
             )
+    if traits.plan is not None and traits.plan.own_attention and spec.tp > 1 and config.parallel.replicate_kv:
+        raise ValueError(
+            f"parallel.replicate_kv=true: attention of the family {kind!r} is left to transformers, which takes as many queries "
+            "for each key-value head as in the whole model. Set parallel.replicate_kv=false, and a parallel.tp that divides the "
+            "key-value heads."
+        )
     if config.model.lora_rank and spec.tp > 1:
         _check_cut_adapters(config, model)
 

@@ -9,6 +9,7 @@ Layers with a sliding window, where a row is longer, take a mask of their own an
 parallelism they take a plan of their own instead.
 """
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,10 +49,10 @@ def attach(attention: nn.Module, *, num_heads: int, num_kv_heads: int, head_dim:
     attention.inner_attention = CausalAttention(num_heads, num_kv_heads, head_dim, value_dim=value_dim)
 
 
-def bring_context(layer: nn.Module, attention: nn.Module) -> None:
+def bring_context(layer: Any, attention: Any) -> None:
     """Hand the context that a layer is called with to its attention, where the code of the layer drops it."""
-    carrier = _Carrier()
-    layer.register_forward_pre_hook(carrier.take, with_kwargs=True)
+    layer.__class__ = _keeping(type(layer))
+    layer.carrier = carrier = _Carrier()
     attention.register_forward_pre_hook(carrier.hand_on, with_kwargs=True)
 
 
@@ -61,17 +62,28 @@ def without_weights(attention: nn.Module, args: tuple[Any, ...], output: tuple[A
 
 
 class _Carrier:
-    """The two hooks of one layer, whose methods a copy of the layer has with a carrier of its own."""
+    """Between a layer and its attention; a copy of the layer has one of its own."""
 
-    def __init__(self) -> None:
-        self._context: Any = None
-
-    def take(self, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._context = keywords.get(CONTEXT)
+    context: Any = None
 
     def hand_on(self, attention: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        context, self._context = self._context, None
+        context, self.context = self.context, None
         return args, {**keywords, CONTEXT: context}
+
+
+class _KeepsContext(nn.Module):
+    """What the class of such a layer is given. Not a hook: recomputation calls ``forward`` alone."""
+
+    carrier: _Carrier
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        self.carrier.context = keywords[CONTEXT]
+        return super().forward(*args, **keywords)
+
+
+@functools.cache
+def _keeping(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_KeepsContext, kind), {"__module__": kind.__module__})
 
 
 def _attend(

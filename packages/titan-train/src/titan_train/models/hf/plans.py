@@ -203,6 +203,7 @@ _NEMOTRON_H: StyleTable = {
 _FINAL_LAYERNORM: StyleTable = {"model.final_layernorm": "replicated"}
 _ROUTED_SHARED: StyleTable = {**_decoder({**_QKV, **_HEAD_NORMS}, **_ROUTED), **_SHARED}
 _GATE_UP: Mapping[str, Mapping[str, Count]] = {"mlp.gate_up_proj": {"gate": "ffn", "up": "ffn"}}
+_GLM = HFPlan(styles={**_decoder(_QKV), "model.layers.*.mlp.gate_up_proj.*": "colwise"}, fused=_GATE_UP)
 _APART = {f".conv1d.{part}.": f".{part}_conv1d." for part in "qkv"}
 _GRANITE_HYBRID: StyleTable = {
     **_decoder(_QKV),
@@ -241,7 +242,7 @@ HF_PLANS: Mapping[str, HFPlan] = {
         styles=_PHI,
         fused={
             "self_attn.qkv_proj": {"q": "query", "k": "key_value", "v": "key_value"},
-            "mlp.gate_up_proj": {"gate": "ffn", "up": "ffn"},
+            **_GATE_UP,
         },
     ),
     "gpt_neox": HFPlan(
@@ -354,8 +355,8 @@ HF_PLANS: Mapping[str, HFPlan] = {
     "stablelm": _DROPPING,
     "smollm3": _LLAMA,
     "seed_oss": _LLAMA,
-    "glm": HFPlan(styles=_decoder(_QKV, **{"gate_up_proj.*": "colwise"}), fused=_GATE_UP),
-    "glm4": HFPlan(styles=_decoder(_QKV, **{"gate_up_proj.*": "colwise"}), fused=_GATE_UP),
+    "glm": _GLM,
+    "glm4": _GLM,
     "exaone4": HFPlan(styles=_decoder({**_QKV, **_HEAD_NORMS})),
     "arcee": _LLAMA,
     "apertus": HFPlan(styles=_decoder({**_QKV, **_HEAD_NORMS}, act_fn="replicated")),
