@@ -184,13 +184,16 @@ def test_experts_are_imported_into_an_expert_parallel_model(tmp_path, packed):
         assert_same(got, experts())
 
 
-def test_float8_weights_are_multiplied_with_their_block_scales_on_import(tmp_path):
+@pytest.mark.parametrize(
+    ("named", "dtype"), [("weight_scale_inv", torch.float32), ("scale", torch.float32), ("scale", torch.float8_e8m0fnu)]
+)
+def test_float8_weights_are_multiplied_with_their_block_scales_on_import(tmp_path, named, dtype):
     torch.manual_seed(0)
     values = torch.randn(300, 200).to(torch.float8_e4m3fn)
-    scales = torch.rand(3, 2) + 0.5
-    name = "model.layers.0.self_attn.kv_b_proj.weight"
-    save_file({name: values, f"{name}_scale_inv": scales}, tmp_path / "model.safetensors")
-    want = values.float() * scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    scales = (torch.rand(3, 2) + 0.5).to(dtype)
+    module = "model.layers.0.self_attn.kv_b_proj"
+    save_file({f"{module}.weight": values, f"{module}.{named}": scales}, tmp_path / "model.safetensors")
+    want = values.float() * scales.float().repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
     model = module_of({"layers.0.attention.wkv_b.weight": torch.zeros(300, 200)})
     import_hf(tmp_path, model, names=DEEPSEEK)
     assert torch.equal(model.state_dict()["layers.0.attention.wkv_b.weight"], want)

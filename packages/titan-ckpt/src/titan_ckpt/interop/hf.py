@@ -141,7 +141,7 @@ def import_hf(
 
     Each rank reads the boxes that it holds, without communication. Floating-point tensors are converted to the model's
     dtype; other tensors must have it. Float8 and int8 weights are multiplied with their scales (``*_scale_inv``,
-    ``*_scale``; per tensor, per row or per block), unless the model has these scales itself.
+    ``*_scale``, ``NAME.scale`` of ``NAME.weight``; per tensor, per row or per block), unless the model has these scales itself.
 
     Args:
         folder: Holds ``model.safetensors``, or files and their index.

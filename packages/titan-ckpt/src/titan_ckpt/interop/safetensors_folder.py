@@ -21,9 +21,10 @@ _INDEX_NAMES = (HF_INDEX_NAME, f"{DIFFUSERS_STEM}.safetensors.index.json")
 
 _DEFAULT_SCALE_BLOCK = (128, 128)
 
-# Names of a weight's scales: `_scale_inv` is DeepSeek's, `_scale` compressed-tensors'.
+# The scales of NAME.weight: weight_scale_inv is DeepSeek-V3's name, weight_scale compressed-tensors', scale DeepSeek-V4's.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _MX_BLOCKS, _MX_SCALES = "_blocks", "_scales"
+_SCALE = ".scale"
 _QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8")
 _SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
 
@@ -88,10 +89,11 @@ class SafetensorsReader:
         """
         stored = self._stored
         scales_of = {
-            key: key + suffix
-            for suffix in reversed(_SCALE_SUFFIXES)
+            key: name
             for key, view in stored.items()
-            if view.dtype in _QUANTIZED and key + suffix in stored and not kept(key + suffix)
+            if view.dtype in _QUANTIZED
+            for name in reversed(_scale_names(key))
+            if name in stored and not kept(name)
         }
         packed = {
             key.removesuffix(_MX_BLOCKS)
@@ -135,6 +137,12 @@ def _opened(path: Path) -> Any:
             f"{path} is not a safetensors file that the safetensors library reads: {err}. It is damaged or was not written "
             "whole. Fetch it again."
         ) from err
+
+
+def _scale_names(key: str) -> tuple[str, ...]:
+    """What the scales of a weight may be called, the likeliest first."""
+    beside = (key.removesuffix(".weight") + _SCALE,) if key.endswith(".weight") else ()
+    return (*(key + suffix for suffix in _SCALE_SUFFIXES), *beside)
 
 
 def _scaled(key: str, view: View, name: str, stored: Mapping[str, View], block: tuple[int, int]) -> View:
@@ -190,6 +198,7 @@ def _stray_scales(stored: Mapping[str, View], kept: Callable[[str], bool]) -> di
     for name in stored:
         module, _, last = name.rpartition(".")
         named_after = any(name.endswith(suffix) and name.removesuffix(suffix) in stored for suffix in _SCALE_SUFFIXES)
+        named_after |= name.endswith(_SCALE) and f"{module}.weight" in stored
         if "scale" in last and not named_after and not last.startswith(_OTHER_SCALES) and not kept(name):
             strays[module] = name
     return strays
