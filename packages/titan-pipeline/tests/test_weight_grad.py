@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from titan_pipeline.runtime import NORM_RULES, TorchStage, WeightGradEngine, grouped_linear  # noqa: E402
-from titan_pipeline.runtime.weight_grad.queue import has_hooks  # noqa: E402
+from titan_pipeline.runtime.weight_grad.queue import accumulate, has_hooks  # noqa: E402
 from titan_pipeline.runtime.weight_grad.rules import LinearHook, others_save  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -193,6 +193,17 @@ def test_parameter_hooks_fire_once_a_microbatch():
     split_grads(block, torch.randn(1, 3, 64), torch.randn(1, 3, 64))
     assert len(calls) == 2 * len(list(block.parameters()))
     assert set(calls.values()) == {1}
+
+
+def test_a_first_gradient_gets_the_layout_of_its_parameter():
+    """A fused optimizer reads both as they lie in memory."""
+    weight, grad = torch.randn(3, 5), torch.randn(5, 3).t()
+    deferred, plain = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
+    with torch.no_grad():
+        accumulate([(deferred, grad)])
+    plain.backward(grad)
+    torch.optim.SGD([deferred, plain], lr=1.0, fused=True).step()
+    assert torch.equal(deferred, plain)
 
 
 def test_hooked_parameters_are_recognised():

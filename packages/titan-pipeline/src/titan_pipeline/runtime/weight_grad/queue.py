@@ -118,7 +118,8 @@ def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], through_autograd: bool = 
     """Add each gradient to its parameter's ``.grad``, with every hook that a backward would have called.
 
     Call without grad mode; each parameter once. Autograd's own accumulation costs about 9 us per parameter when called from
-    Python, adding directly 1 us. Adding directly is the same unless someone listens (`has_hooks`).
+    Python, adding directly 1 us. Adding directly is the same unless someone listens (`has_hooks`): a first gradient gets the
+    layout of its parameter, which fused optimizers take for granted.
 
     Args:
         pairs: ``(parameter, gradient)``.
@@ -137,7 +138,8 @@ def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], through_autograd: bool = 
         else:
             # FSDP2 asks for sums in the precision of its reduction
             wanted = getattr(parameter, "grad_dtype", None)
-            parameter.grad = grad if wanted is None or wanted == grad.dtype else grad.to(wanted)
+            own = grad if wanted is None or wanted == grad.dtype else grad.to(wanted)
+            parameter.grad = own.contiguous() if parameter.is_contiguous() else own
     if parameters:
         torch.autograd.backward(parameters, grads)
 
