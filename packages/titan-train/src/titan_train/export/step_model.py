@@ -198,7 +198,7 @@ class _EveryExpert(nn.Module):
     ) -> Tensor:
         (held,) = self._held
         of_all = weights.new_zeros(x.shape[0], held.w1.shape[0]).scatter(1, chosen, weights)
-        hidden = F.silu(x @ held.w1.transpose(-2, -1)) * (x @ held.w3.transpose(-2, -1))
+        hidden = held.gated(x @ held.w1.transpose(-2, -1), x @ held.w3.transpose(-2, -1))
         out = (hidden @ held.w2.transpose(-2, -1)) * of_all.t()[..., None]
         return out.sum(0) if beside is None else out.sum(0) + beside()
 

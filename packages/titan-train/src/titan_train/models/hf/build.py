@@ -321,13 +321,19 @@ def _experts_per_token(config: Any) -> int:
 
 def _unstack_experts(inner: Any, config: Any) -> None:
     old = inner.experts
-    values = torch.linspace(-4, 4, 9, device="cpu")
-    if not torch.allclose(
-        old.act_fn(values), nn.functional.silu(values)
-    ):  # asked of the module: lfm2_moe's config names none
-        named = getattr(config, "hidden_act", "another")
-        raise ValueError(f"hidden_act={named!r}: experts here compute SiLU only. Set model.args.hidden_act='silu'.")
     count, width, hidden = old.gate_up_proj.shape
-    inner.experts = RoutedExperts(
+    new = RoutedExperts(
         count, hidden, width // 2, experts_per_token=_experts_per_token(config), init_std=config.initializer_range
     )
+    new.limit = getattr(old, "limit", getattr(old, "swiglu_limit", None))
+    values = torch.tensor([-1e3, *range(-4, 5), 1e3], device="cpu")  # beyond any limit too
+    gate, up = torch.cartesian_prod(values, values).T
+    with torch.no_grad():  # asked of the module: lfm2_moe's config names no activation
+        alike = torch.allclose(old._apply_gate(torch.cat([gate, up])), new.gated(gate, up), atol=1e-6)
+    if not alike:
+        named = getattr(config, "hidden_act", "another")
+        raise ValueError(
+            f"hidden_act={named!r}: experts here compute SwiGLU only, with SiLU. Set model.args.hidden_act='silu', or use a "
+            "model of another family."
+        )
+    inner.experts = new

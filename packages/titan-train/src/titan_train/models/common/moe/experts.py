@@ -90,6 +90,8 @@ class Experts(nn.Module):
 
     swiglu_kernel: Callable[[Tensor, Tensor], Tensor] | None = None
     """What computes the gated product instead of `swiglu`."""
+    limit: float | None = None
+    """The largest value that goes into SiLU, and the largest magnitude of what it is multiplied by; None: any."""
 
     def __init__(self, num_experts: int, dim: int, ffn_dim: int) -> None:
         """Build the stacks, each expert's matrices laid out as `torch.nn.Linear` has them."""
@@ -114,4 +116,10 @@ class Experts(nn.Module):
         offs = counts.cumsum(0).int()
         gate = self.grouped_mm(x, self.w1.transpose(-2, -1), offs=offs)
         up = self.grouped_mm(x, self.w3.transpose(-2, -1), offs=offs)
-        return self.grouped_mm((self.swiglu_kernel or swiglu)(gate, up), self.w2.transpose(-2, -1), offs=offs)
+        return self.grouped_mm(self.gated(gate, up), self.w2.transpose(-2, -1), offs=offs)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """``silu(gate) * up`` of tensors of one shape, within the limit."""
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (self.swiglu_kernel or swiglu)(gate, up)
