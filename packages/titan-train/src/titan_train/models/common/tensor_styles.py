@@ -20,19 +20,22 @@ from collections.abc import Mapping
 from typing import Literal
 
 Style = Literal[
-    "embedding", "positions", "region", "colwise", "heads", "kv_heads", "heads_norm", "kv_heads_norm", "rowwise",
+    "embedding", "positions", "region", "colwise", "heads", "kv_heads", "groups", "heads_norm", "kv_heads_norm", "rowwise",
     "replicated", "whole", "head",
 ]  # fmt: skip
 """How a module takes part in tensor parallelism. Weights are ``[out, in]``, as in `torch.nn.Linear`.
 
 - ``embedding``: an `nn.Embedding` cut by rows (the vocabulary); its output is summed over the ranks.
-- ``positions``: an `nn.Embedding` that is whole on every rank; under sequence parallelism each looks up its own tokens.
+- ``positions``: a module that is whole on every rank and looks up ids ``[..., S]`` (an `nn.Embedding` of positions, a router by
+  tokens); under sequence parallelism each looks up its own tokens.
 - ``region``: a module (attention, feed-forward) whose first argument is made whole on every rank, and whose output is a
   partial sum that is summed over the ranks. It holds the cut linears.
 - ``colwise``: a linear cut by rows of its weight and bias: each rank computes some of the outputs.
 - ``heads``, ``kv_heads``: colwise in whole attention heads (so are a module's numbers for each head, and the taps of a
   depthwise convolution); the module that holds it, or a module beside it, counts
   them in its attributes ``num_heads`` and ``num_kv_heads``, which become this rank's numbers.
+- ``groups``: a linear of several groups of inputs, each to outputs of its own; cut by rows in whole groups, which its attribute
+  ``n_groups`` counts.
 - ``heads_norm``, ``kv_heads_norm``: an RMSNorm over all heads at once, between such a linear and attention, cut in the same
   way: the mean square is taken over the ranks.
 - ``rowwise``: a linear cut by columns of its weight: each rank's output is a summand. Its bias is with the first rank.

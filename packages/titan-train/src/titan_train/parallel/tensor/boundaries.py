@@ -73,13 +73,17 @@ def look_up_own_rows(
 
 
 def look_up_own_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make an embedding look up only the tokens that this rank keeps, of ids ``[..., S]``."""
+    """Make a module look up only the tokens that this rank keeps, of ids ``[..., S]``."""
     size, rank = group.size(), group.rank()
 
+    def own(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.is_floating_point():
+            return value
+        length = value.shape[-1] // size
+        return value.narrow(-1, rank * length, length)
+
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        ids: Tensor = args[0]
-        length = ids.shape[-1] // size
-        return ids.narrow(-1, rank * length, length), *args[1:]
+        return tuple(own(value) for value in args)
 
     module.register_forward_pre_hook(before)
 

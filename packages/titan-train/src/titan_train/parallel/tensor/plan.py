@@ -15,12 +15,25 @@ from titan_train.models.common.tensor_styles import Style, StyleTable
 from titan_train.models.traits import traits_of
 from titan_train.parallel.tensor.styles import style_of
 
-ROW_CUT: tuple[Style, ...] = ("embedding", "colwise", "heads", "kv_heads", "heads_norm", "kv_heads_norm", "head")
+ROW_CUT: tuple[Style, ...] = (
+    "embedding",
+    "colwise",
+    "heads",
+    "kv_heads",
+    "groups",
+    "heads_norm",
+    "kv_heads_norm",
+    "head",
+)
 """Styles that cut dimension 0 of the weight (and the bias, where there is one)."""
 
 _COLWISE = ("colwise", "heads", "kv_heads")
 _NORMS = ("heads_norm", "kv_heads_norm")
-_BY_HEADS = ("heads", "kv_heads", *_NORMS)
+_COUNTS = {
+    "heads": "num_heads", "heads_norm": "num_heads", "kv_heads": "num_kv_heads", "kv_heads_norm": "num_kv_heads",
+    "groups": "n_groups",
+}  # fmt: skip
+"""Styles that cut by units to the attribute that counts them."""
 _STREAM = ("embedding", "positions", "head")
 
 
@@ -102,7 +115,7 @@ def plan_tensor_parallel(
                 "would be all-reduced twice. Remove one of the two from the table."
             )
         units = size = 0
-        if style in _BY_HEADS:
+        if style in _COUNTS:
             size = _rows_or_columns(name, style, module)
             units, holders = _count_heads(name, style, size, named)
             _check_heads(name, style, units, tp, replicate_kv)
@@ -171,11 +184,11 @@ def _count_heads(
     name: str, style: Style, rows: int, named: dict[str, nn.Module]
 ) -> tuple[int, list[tuple[Any, str, int]]]:
     """Heads of a projection, and everything beside it (or in a module's ``head_counts``) that counts them."""
-    parent = named[name.rpartition(".")[0]]
+    parent, wanted = named[name.rpartition(".")[0]], _COUNTS[style]
     holders: list[tuple[Any, str, int]] = [
         (module, attribute, int(getattr(module, attribute)))
         for module in (parent, *parent.children())
-        for attribute in ("num_heads", "num_kv_heads")
+        for attribute in {"num_heads": 0, "num_kv_heads": 0, wanted: 0}
         if isinstance(getattr(module, attribute, None), int)
     ]
     holders += [
@@ -183,7 +196,6 @@ def _count_heads(
         for module in (parent, *parent.children())
         for counter, attribute in traits_of(module).head_counts
     ]
-    wanted = "num_heads" if style in ("heads", "heads_norm") else "num_kv_heads"
     counts = [count for _, attribute, count in holders if attribute == wanted]
     counts = counts or [count for _, attribute, count in holders if attribute == "num_heads"]
     if not counts or rows % counts[0]:
@@ -198,7 +210,7 @@ def _count_heads(
 def _check_heads(name: str, style: Style, heads: int, tp: int, replicate_kv: bool) -> None:
     if heads % tp == 0:
         return
-    attribute = "num_heads" if style in ("heads", "heads_norm") else "num_kv_heads"
+    attribute = _COUNTS[style]
     if style in ("kv_heads", "kv_heads_norm") and tp % heads == 0:
         if replicate_kv:
             return
@@ -206,8 +218,9 @@ def _check_heads(name: str, style: Style, heads: int, tp: int, replicate_kv: boo
             f"tp={tp} is more than {attribute}={heads} of {name}: a rank would hold part of a head. Use one of "
             f"{_divisors(heads)}, or set parallel.replicate_kv=true, which gives each head to {tp // heads} ranks."
         )
+    part = "group" if style == "groups" else "head"
     raise ValueError(
-        f"tp={tp} does not divide {attribute}={heads} of {name}: a rank would hold part of a head. Use one of "
+        f"tp={tp} does not divide {attribute}={heads} of {name}: a rank would hold part of a {part}. Use one of "
         f"{_divisors(heads)}, or a model whose {attribute} is a multiple of {tp}."
     )
 
