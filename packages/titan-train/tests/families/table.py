@@ -47,6 +47,7 @@ with torch {torch} and Python {python} on the CPU, in {minutes:.0f} minutes:
 - **stages**: a chain of pipeline stages is the whole model.
 - **step**: loss and weights of one step of training are those of a plain loop over transformers' model.
 - **files**: exported tensors have transformers' names, and are the same bits after transformers has read and written them.
+  *by the published names*: transformers reads these, and writes others.
 - **text**: greedy tokens are those of `generate` in transformers.
 
 An empty cell follows from a refusal in the same row. A reason is the beginning of the message that a user gets.

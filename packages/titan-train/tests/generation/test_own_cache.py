@@ -25,6 +25,7 @@ PLANNED = [
     "gpt_oss",
     "gemma3_text",
     "deepseek_v32",
+    "deepseek_v4",
 ]
 UNPLANNED = ["bamba", "falcon_h1", "mamba2", "jamba", "lfm2"]
 QUICK = ("granitemoehybrid", "gpt_oss", "bamba")

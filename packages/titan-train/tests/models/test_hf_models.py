@@ -19,6 +19,7 @@ import hf_folders
 
 ALONE = (
     "bloom", "opt", "xglm", "biogpt", "lfm2", "mamba2", "jamba", "bamba", "falcon_h1", "minimax", "recurrent_gemma",
+    "deepseek_v4",
 )  # fmt: skip
 """Whose documents of one row see each other as they are built here: `test_hf_probe` is about them."""
 SLOW = (

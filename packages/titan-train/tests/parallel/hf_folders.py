@@ -102,6 +102,13 @@ FOLDERS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "glm_moe_dsa": _LATENT | _INDEXED | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "deepseek_v32": _LATENT | _INDEXED,
+    "deepseek_v4": {"num_key_value_heads": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 16,
+                    "o_groups": 2, "o_lora_rank": 8, "hc_mult": 3, "index_n_heads": 16, "index_head_dim": 8,
+                    "index_topk": 2, "sliding_window": 7, "swiglu_limit": 0.5, "partial_rotary_factor": 0.5,
+                    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+                                    "compressed_sparse_attention"],
+                    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+                    "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"]},
     "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 4,
                     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
@@ -166,6 +173,17 @@ SHARP = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_
 """Whose scores are not scaled down, or whose state answers keys of length 1: larger weights make rounding grow each step."""
 
 
+PUBLISHED = {
+    "deepseek_v4": {
+        "model.embed_tokens.": "embed.",
+        "model.hc_head.hc_": "hc_head_",
+        "model.": "",
+        ".attn.norm.": ".attn.kv_norm.",
+    }
+}
+"""Parts of names as transformers writes them to those that a family is published with, which transformers reads."""
+
+
 def auto_class(kind: str) -> Any:
     """transformers' class that makes and reads such a model."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -189,5 +207,21 @@ def make(folder: Path, kind: str, *, vocab_size: int = 96, seed: int = 0, **chan
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer += torch.randn_like(buffer) * 0.1
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(len(buffer), 4).argsort(dim=1)[:, : buffer.shape[1]])
     model.save_pretrained(folder)
+    if kind in PUBLISHED:
+        rename(folder / "model.safetensors", PUBLISHED[kind])
     return folder
+
+
+def rename(file: Path, parts: dict[str, str]) -> None:
+    """Change names of the tensors of a file."""
+    from safetensors.torch import load_file, save_file
+
+    def renamed(name: str) -> str:
+        for theirs, published in parts.items():
+            name = name.replace(theirs, published)
+        return name
+
+    save_file({renamed(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+import composition
 import hf_runs
 import pytest
-from composition_check import failures
+from composition_check import assert_continues, failures
 from hf_folders import LIKE_LLAMA, LIKE_LLAMA_ROUTED
 from titan_testing import run_ranks
 
@@ -36,8 +37,8 @@ HYBRID = (
     "olmo_hybrid",
 )
 ROUTED = (
-    "gpt_oss", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v32", "minimax_m2", "ernie4_5_moe",
-    "hunyuan_v1_moe", "mistral4",
+    "gpt_oss", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v32", "deepseek_v4", "minimax_m2",
+    "ernie4_5_moe", "hunyuan_v1_moe", "mistral4",
 )  # fmt: skip
 DENSE = (
     "gemma3n_text",
@@ -50,14 +51,15 @@ DENSE = (
     "hunyuan_v1_dense",
 )
 WITHOUT_EXPERTS = (*DENSE, *LIKE_LLAMA, "qwen3_5_text", "olmo_hybrid")
-WITHOUT_CP = ("glm_moe_dsa", "deepseek_v32", "gemma2", "vaultgemma", "laguna", "mimo_v2_flash")
+WITHOUT_CP = ("glm_moe_dsa", "deepseek_v32", "deepseek_v4", "gemma2", "vaultgemma", "laguna", "mimo_v2_flash")
+WHOLE_ROWS = ("deepseek_v4",)  # whose documents of one row see each other
 KINDS = (*HYBRID, *ROUTED, *DENSE)
 WITHOUT_SP = WITHOUT_PP = ("gemma3n_text",)
 DEFAULT = [
     ("cp", ("gpt_oss", "qwen3_next")),
     ("recomputed tp", ("stablelm",)),
     ("pp zbv", ("gemma4_text",)),
-    ("tp", ("glm_moe_dsa", "gemma2")),
+    ("tp", ("deepseek_v4", "gemma2")),
 ]
 
 
@@ -68,6 +70,12 @@ def works(kind, layout):
     if kind in WITHOUT_PP and "pp" in words:
         return False
     return not ("ep" in layout and kind in WITHOUT_EXPERTS) and not ("cp" in layout and kind in WITHOUT_CP)
+
+
+def tree_of(folder, kind, settings):
+    """The configuration of one family under one layout."""
+    own = {"data": {"document_mask": False}} if kind in WHOLE_ROWS else {}
+    return hf_runs.sections(hf_runs.publish(folder, kind), settings | own)
 
 
 def run_each(folder, name, trees):
@@ -82,9 +90,7 @@ def single(folder):
     def references(kinds, settings):
         masked = "data" not in settings
         missing = [kind for kind in kinds if (kind, masked) not in known]
-        trees = [
-            hf_runs.sections(hf_runs.publish(folder, k), {} if masked else {"data": settings["data"]}) for k in missing
-        ]
+        trees = [tree_of(folder, kind, {} if masked else {"data": settings["data"]}) for kind in missing]
         if trees:
             (results,) = run_ranks(run_each, 1, folder, "single", trees, init=False, timeout_s=60 + 60 * len(trees))
             known.update(zip([(kind, masked) for kind in missing], results, strict=True))
@@ -107,7 +113,7 @@ CASES += [
 @pytest.mark.parametrize(("layout", "kinds"), CASES)
 def test_a_family_trains_as_in_one_process(folder, single, layout, kinds):
     ranks, settings = LAYOUTS[layout]
-    trees = [hf_runs.sections(hf_runs.publish(folder, kind), settings) for kind in kinds]
+    trees = [tree_of(folder, kind, settings) for kind in kinds]
     results = run_ranks(run_each, ranks, folder, "layout", trees, timeout_s=60 + 60 * len(trees))
     wrong = {}
     for number, (kind, reference) in enumerate(zip(kinds, single(kinds, settings), strict=True)):
@@ -120,3 +126,14 @@ def test_a_family_trains_as_in_one_process(folder, single, layout, kinds):
         if over or weights > 4e-6:  # four steps of SGD at 0.1 from gradients that differ by 4e-6
             wrong[kind] = over, errors, weights
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_with_streams_continues_under_another_layout_and_bitwise_under_its_own(tmp_path):
+    for name in ("", "a", "b", "c"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        run_ranks(composition.prepare, 1, str(tmp_path / name), init=False)
+    pp, ep_tp = {"parallel": {"pp": 2}, "pipeline": {"schedule": "zbv"}}, {"parallel": {"ep": 2, "tp": 2}}
+    one, first, then = (tree_of(tmp_path, "deepseek_v4", settings) for settings in ({}, pp, ep_tp))
+    assert_continues(tmp_path, one, first, then, 2)

@@ -19,7 +19,7 @@ from titan_train.train.warm_start import check_init, load_init
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 MASKED = ("opt", "xglm", "biogpt")
-LEAKING = ("lfm2", "mamba2", "jamba", "minimax", "recurrent_gemma", "bloom")
+LEAKING = ("lfm2", "mamba2", "jamba", "minimax", "recurrent_gemma", "bloom", "deepseek_v4")
 
 
 def configured(tmp_path: Path, kind: str, sections: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -85,6 +85,7 @@ def test_a_folder_that_asks_for_more_than_its_plan_knows_is_refused_by_name(
     ("kind", "parallel", "words", "fields"),
     [
         ("deepseek_v32", {"cp": 2}, "chooses its keys among all of the row", {}),
+        ("deepseek_v4", {"cp": 2}, "keys that are made of all tokens of the row before it", {}),
         ("gemma2", {"cp": 2}, "scores of its attention are capped", {}),
         ("llama4_text", {"ep": 2}, "nothing is sent", {}),
         ("gemma3n_text", {"pp": 2}, "hand on several streams", {}),

@@ -35,7 +35,7 @@ PLANNED = (
 )  # fmt: skip
 ROUTED = (
     "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "glm4_moe",
-    "glm4_moe_lite", "glm_moe_dsa", "deepseek_v32", "granitemoehybrid", "nemotron_h", "kimi_linear", "minimax_m2",
+    "glm4_moe_lite", "glm_moe_dsa", "deepseek_v32", "deepseek_v4", "granitemoehybrid", "nemotron_h", "kimi_linear", "minimax_m2",
     "ernie4_5_moe", "hunyuan_v1_moe", *hf_folders.LIKE_LLAMA_ROUTED,
 )  # fmt: skip
 UNPLANNED = ("phimoe", "opt", "gpt2", "bloom")

@@ -59,6 +59,10 @@ class Traits:
     """Modules that only the last pipeline stage holds."""
     first_stage_layers: int = 1
     """Fewest blocks of the first pipeline stage: those that only it can feed."""
+    streams: int = 1
+    """Residual streams: several are sent between pipeline stages as hidden states `[B, S, streams, d]`."""
+    stages_read_tokens: bool = False
+    """Pipeline stages after the first take `token_ids` `[B, S]` by name."""
     take_stage: Callable[..., nn.Module] | None = None
     """`take_stage(layers, first=, last=)` returns a copy of what one pipeline stage holds, for a model that is cut in a way
     of its own."""

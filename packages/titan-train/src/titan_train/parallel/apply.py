@@ -24,6 +24,7 @@ from titan_train.models.common.loss import ObservedLoss
 from titan_train.models.common.moe.balance import moe_layers, set_sequence_group
 from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.common.tensor_styles import StyleTable
+from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
 from titan_train.parallel.compiled import compile_blocks, compile_pieces
@@ -37,7 +38,7 @@ from titan_train.parallel.layout.degrees import Mode
 from titan_train.parallel.layout.run import plan_schedule
 from titan_train.parallel.model import ParallelModel, Report
 from titan_train.parallel.param_shard import ParamShard, init_of_shards
-from titan_train.parallel.pipeline import Pipeline, make_transport
+from titan_train.parallel.pipeline import TOKEN_IDS, Pipeline, make_transport
 from titan_train.parallel.stages import take_parts, tied_over_stages
 from titan_train.parallel.structure import blocks_of, freeze, hold_weights
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
@@ -112,10 +113,12 @@ def build_parallel_model(
     copies: dict[str, int] = {}
     if schedule is not None and mesh is not None:
         tied = tied_over_stages(config, whole, schedule)
+        read_again = (TOKEN_IDS,) if traits_of(whole).stages_read_tokens else ()
+        keywords = (*task.keywords, *(AHEAD if depth else ()), *read_again)
         copies = {name: len(w.names) for w in tied for held in w.names.values() for name in names[held]}
         pipeline = Pipeline(
             schedule, parts, make_transport(schedule, mesh, device, config.launch.timeout_s), loss=loss, tied=tied,
-            keywords=(*task.keywords, *AHEAD) if depth else task.keywords, fused_loss=fused_loss, config=config.pipeline,
+            keywords=keywords, fused_loss=fused_loss, config=config.pipeline,
             schedule_for=lambda n: plan_schedule(config.pipeline, pp=layout.spec.pp, microbatches=n), rules=DEFERRING_RULES,
             gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing
         )  # fmt: skip

@@ -58,6 +58,10 @@ def device_transport(schedule: Schedule, mesh: Mesh, device: torch.device, timeo
     return DeviceTransport(every_rank, "pp", schedule.placement, device, timeout_s=timeout_s)
 
 
+TOKEN_IDS = "token_ids"
+"""What stages after the first are given by this name: the tokens of their rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Target:
     """Labels of one microbatch."""
@@ -183,7 +187,11 @@ class Pipeline:
             self.executor.swap(self._schedule_for(microbatches))
 
     def _extras(self, batches: Sequence[TaskBatch]) -> list[dict[str, Any]]:
-        return [{**{name: b.keywords.get(name) for name in self._keywords}, "labels": b.target} for b in batches]
+        found: list[dict[str, Any]] = []
+        for b in batches:
+            given = {TOKEN_IDS: b.inputs[0], **b.keywords}
+            found.append({**{name: given.get(name) for name in self._keywords}, "labels": b.target})
+        return found
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
 from titan_train.models.hf.folder import PREFIX, folder_of, read_published
 from titan_train.models.hf.names import as_files_have, unread
+from titan_train.models.hf.plans import HFPlan
 from titan_train.models.registry import family_of
 from titan_train.models.traits import traits_of
 from titan_train.parallel.tied import parameter_names, tied_to_first
@@ -204,7 +205,9 @@ def _vocabulary(config: ModelConfig, whole: nn.Module) -> frozenset[str]:
 def _check_names(folder: Path, views: Mapping[str, View], key_map: KeyMap, whole: nn.Module) -> None:
     """Every parameter must be in the files, and every tensor of the files must be a parameter or buffer."""
     first_of = tied_to_first(parameter_names(whole))
-    wanted = {name for name, _ in whole.named_parameters() if not key_map.leaves_out(name)}
+    plan: HFPlan | None = traits_of(whole).plan
+    tables = (name for name, _ in whole.named_buffers() if plan is not None and plan.is_table(name))
+    wanted = {name for name, _ in whole.named_parameters() if not key_map.leaves_out(name)} | {*tables}
     known = wanted | first_of.keys() | {name for name, _ in whole.named_buffers()}
     found: set[str] = set()
     unexpected: list[str] = []
@@ -216,8 +219,7 @@ def _check_names(folder: Path, views: Mapping[str, View], key_map: KeyMap, whole
             unexpected.append(name)
     missing = sorted(wanted - {first_of.get(name, name) for name in found})
     kind: str | None = (traits_of(whole).published or {}).get("model_type")
-    planned = traits_of(whole).plan is not None  # which says all that its files ask for
-    if (missing or unexpected) and kind is not None and not planned and (steps := unread(kind)):
+    if (missing or unexpected) and kind is not None and plan is None and (steps := unread(kind)):
         raise ValueError(
             f"{folder}: transformers converts the tensors of a {kind} when it reads a folder ({'; '.join(steps[:3])}), which is "
             f"not done here: {len(missing)} parameters have no tensor {missing[:4]}. Leave model.init empty, to train "

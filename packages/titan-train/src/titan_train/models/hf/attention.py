@@ -5,6 +5,8 @@ transformers asks a registry for the function that computes attention. Ours hand
 key-value cache) works here too, and FLOPs are counted. The context of the rows travels in the keyword arguments
 that transformers passes from the model's forward down to the function.
 
+Families whose masks are their own, added to scores, take `MASKED`: the same attention, with their masks.
+
 Layers with a sliding window, where a row is longer, take a mask of their own and do without the child. Under context
 parallelism they take a plan of their own instead.
 """
@@ -16,12 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-from titan_train.models.common.attention import CausalAttention, SequenceContext, document_mask
+from titan_train.models.common.attention import CausalAttention, SequenceContext, attend, document_mask
+from titan_train.models.common.sinks import with_sink_key
 from titan_train.models.common.windowed import windowed_attention
 
 NAME = "titan_train"
 """In transformers' registry, and as ``attn_implementation``."""
+MASKED = "titan_train_masked"
+"""Likewise, for an `HFPlan.masked_attention`."""
 CONTEXT = "titan_context"
 """The keyword argument that carries the context of the rows."""
 
@@ -119,4 +125,22 @@ def _attend(
     return out.contiguous(), None
 
 
+def _attend_masked(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float,
+    s_aux: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As `_attend`, of ``[B, K, T, D]`` keys, with a mask ``[B, 1, S, T]`` that is zero where a query may look."""
+    query = query * (scaling * query.shape[-1] ** 0.5)
+    return attend(*with_sink_key(query, key, value, attention_mask >= 0, s_aux)).transpose(1, 2), None
+
+
 AttentionInterface.register(NAME, _attend)
+AttentionInterface.register(MASKED, _attend_masked)
+AttentionMaskInterface.register(MASKED, eager_mask)

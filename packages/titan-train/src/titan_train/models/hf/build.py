@@ -3,6 +3,7 @@
 import copy
 import importlib.metadata
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
     Raises:
         ValueError: transformers cannot build it as a causal decoder.
     """
-    from titan_train.models.hf.attention import NAME
+    from titan_train.models.hf.attention import MASKED, NAME
     from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplannedDecoder, class_with
     from titan_train.models.hf.device import keep_kernels_on_gpus
 
@@ -80,7 +81,9 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
             "what it attends to. Use a folder of a decoder."
         )
     plan = hf_plans().get(kind)
-    implementation = {"attn_implementation": NAME} if plan is not None and not plan.own_attention else {}
+    implementation = {}
+    if plan is not None and (plan.masked_attention or not plan.own_attention):
+        implementation = {"attn_implementation": MASKED if plan.masked_attention else NAME}
     try:
         model: Any = _maker_of(config).from_config(
             config, trust_remote_code=False, dtype=torch.float32, **implementation
@@ -249,16 +252,41 @@ def _apply_plan(model: Any, plan: HFPlan, *, split: bool) -> None:
             bring_context(layer, attention)
         if plan.own_attention:
             attention.register_forward_hook(without_weights)
+        if plan.counts:
+            attention.config = copy.copy(attention.config)  # its number of groups becomes the rank's own
+            attention.head_counts = [_counter(attention, name) for name in plan.counts]
         window = (
             getattr(attention, "sliding_window", None)
             if hasattr(attention, "sliding_window")
             else getattr(config, "sliding_window", None)
         )
-        windows |= {int(window)} if window else set()
+        windows |= {int(window)} if window and not plan.own_attention else set()
         model.has_sinks |= isinstance(getattr(attention, "sinks", None), nn.Parameter)
         if split:
             _split_fused(layer, plan, heads, kv_heads, width)
     model.windows = tuple(sorted(windows))
+    if plan.token_experts:
+        _fill_tables(model.get_submodule(plan.layers.rpartition(".")[0]), plan.token_experts)
+
+
+def _fill_tables(body: Any, name: str) -> None:
+    """Have what draws weights also fill the tables of experts by token, which transformers leaves to files."""
+    own = type(body)._init_weights
+
+    def init_weights(body: Any, module: Any) -> None:
+        own(body, module)
+        table = getattr(module, name, None)
+        if isinstance(table, torch.Tensor):
+            ids, turns = (torch.arange(size, device=table.device) for size in table.shape)
+            table.copy_((ids[:, None] * len(turns) + turns) % module.num_experts)
+
+    body._init_weights = types.MethodType(init_weights, body)
+
+
+def _counter(attention: Any, name: str) -> tuple[Any, str]:
+    """The object with an attribute of an attention, or of what it holds, and that attribute."""
+    inner, _, attribute = name.rpartition(".")
+    return (getattr(attention, inner) if inner else attention), attribute
 
 
 def _head_widths(attention: Any) -> tuple[int, int]:

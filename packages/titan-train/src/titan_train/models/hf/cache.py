@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from titan_train.models.hf.attention import NAME
+from titan_train.models.hf.attention import MASKED, NAME
 from titan_train.models.hf.plans import HFPlan
 from titan_train.models.hf.state import has_state
 from titan_train.models.traits import traits_of
@@ -106,7 +106,7 @@ def own_code(model: nn.Module) -> Generator[None]:
     forwards = [vars(module).pop("forward") for module in taken_over]
     try:
         for config in configs.values():
-            if config._attn_implementation == NAME:
+            if config._attn_implementation in (MASKED, NAME):
                 config._attn_implementation = own
         yield
     finally:

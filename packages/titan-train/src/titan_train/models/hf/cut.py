@@ -30,7 +30,8 @@ _DEPTH = re.compile(
 )
 _EXPERT_COUNT = re.compile(r"^(num_experts|num_local_experts|n_routed_experts|moe_num_experts|zero_expert_num)$")
 _WINDOW = re.compile(
-    r"^((mamba_)?chunk_size|sliding_window|sliding_window_size|window_size|attention_window_size|attention_chunk_size|local_attention)$"
+    r"^((mamba_)?chunk_size|sliding_window|sliding_window_size|window_size|attention_window_size|attention_chunk_size|local_attention"
+    r"|(compressed_sparse|heavily_compressed)_attention)$"
 )
 _LAYER_LIST = re.compile(r"layer|idx|ids|indices")
 _NUMBERED = re.compile(r"idx|index|layer_id|layer_num|^_|training|name_or_path")

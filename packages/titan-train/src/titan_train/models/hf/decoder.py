@@ -141,6 +141,16 @@ class HFDecoder(HFModel):
     """Whether it does more to its logits than its head, which `probe` finds out; besides what its fields say."""
 
     @property
+    def streams(self) -> int:
+        """See `titan_train.models.traits`."""
+        return int(getattr(self.config, self.plan.streams)) if self.plan.streams else 1
+
+    @property
+    def stages_read_tokens(self) -> bool:
+        """See `titan_train.models.traits`."""
+        return bool(self.plan.token_ids)
+
+    @property
     def pipeline_layers(self) -> str:
         """The list of layers that a pipeline cuts."""
         return self.plan.layers
@@ -195,11 +205,16 @@ class HFDecoder(HFModel):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_plan: Any = None,
+        token_ids: Tensor | None = None,
         labels: Tensor | None = None,
         ahead_tokens: Tensor | None = None,
         ahead_labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every next token, or their loss; arguments and result as those of `Decoder.forward` in ``common``."""
+        """Logits of every next token, or their loss; arguments and result as those of `Decoder.forward` in ``common``.
+
+        A pipeline stage after the first is given hidden states, ``[B, S, d]`` or ``[B, S, streams, d]``; and ``token_ids``
+        ``[B, S]``, where its layers read them.
+        """
         length = tokens.shape[1] if positions is None else positions.shape[1]
         if positions is None:
             positions = row_positions(length, cu_seqlens, tokens.device)
@@ -212,16 +227,20 @@ class HFDecoder(HFModel):
             state=self._state_rows(cu_seqlens, attention_plan),
             windows={w: window_mask(cu_seqlens, length, w, tokens.device) for w in narrow},
         )
-        given = {"input_ids" if self.holds_embedding else "inputs_embeds": tokens}
+        given = {"input_ids": tokens}
+        if not self.holds_embedding:  # transformers makes streams of one, which the first layer does not get
+            given = {"inputs_embeds": tokens if tokens.ndim == 3 else tokens.new_zeros((*tokens.shape[:2], 1))}
         keywords: dict[str, Any] = {"position_ids": positions, "use_cache": False, CONTEXT: context}
         if self.plan.own_attention:  # its own would be as long as the hidden states that this rank holds
-            keywords["attention_mask"] = self._document_masks(positions)
+            keywords["attention_mask"] = self._document_masks(positions.expand(len(tokens), -1))
         layers = self.get_submodule(self.plan.layers)
         if not isinstance(layers, StageLayers):
             return self._outcome(labels, **given, **keywords)
         if self.mtp is not None:
             layers.calls = []
-        with layers.between(None if self.holds_embedding else tokens, taken=not self.holds_head) as taken:
+        states = None if self.holds_embedding else tokens
+        further = {self.plan.token_ids: token_ids} if self.plan.token_ids and not self.holds_embedding else None
+        with layers.between(states, taken=not self.holds_head, further=further) as taken:
             if labels is None or self.mtp is None or ahead_tokens is None or ahead_labels is None or not self.training:
                 found = self._outcome(labels, **given, **keywords)
             else:
@@ -277,10 +296,14 @@ class HFDecoder(HFModel):
     def take_stage(self, layers: range, *, first: bool, last: bool) -> "HFDecoder":
         """A copy of what one pipeline stage holds; parameter names stay as they are, other parts do nothing.
 
-        What has parameters and is neither a layer nor the last norm or head belongs to the first stage.
+        What has parameters and is neither a layer nor what follows the last one belongs to the first stage.
         """
         plan = self.plan
-        after = {plan.norm, plan.head} | ({"mtp", "mtp_embeddings"} if self.mtp is not None else set())
+        after = (
+            {plan.norm, plan.head}
+            | ({plan.merge} if plan.merge else set())
+            | ({"mtp", "mtp_embeddings"} if self.mtp is not None else set())
+        )
         gone = [] if first else list(_apart_from(self, "", after | {plan.layers}))
         # what has no parameters is everywhere: nanochat's last norm also comes before its layers
         gone += (

@@ -41,7 +41,7 @@ def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str])
         raise ValueError(f"model.lora_rank={rank} needs the peft library. Install titan-train[hf].") from err
     inside: list[nn.Module] = model.repeated_layers()
     linears = sorted(
-        {name.rpartition(".")[2] for layer in inside for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
+        {name.rpartition(".")[2] for layer in inside for name, m in layer.named_modules() if _is_linear(m)}
     )
     for target in targets:
         if target not in linears:
@@ -62,6 +62,11 @@ def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str])
         ]
         counts += traits_of(holder).head_counts
         layer.head_counts = layer.lora_B.head_counts = counts  # for tensor parallelism, as those of `SplitLinear`
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it computes what `nn.Linear` does: that of grouped inputs (DeepSeek-V4) is one by its class only."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def fill_adapter(fqn: str, tensor: Tensor, generator: torch.Generator) -> bool:

@@ -78,12 +78,25 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
         kind: Its ``model_type``.
         plan: Of its family, if it has one.
     """
+    if plan is None:
+        pairs = _named(model, kind, plan, {pair[1]: pair[0] for step in _steps(kind) if (pair := _renaming(step))})
+    else:
+        pairs = _named(model, kind, plan, plan.renamed)
+        pairs |= _named(model, kind, plan, plan.resaved) if plan.resaved else {}
+    own_layers, copies, further = _further_layers(model, plan, tuple(pairs)) if plan is not None else ((), (), ())
+    pairs = dict.fromkeys((*own_layers, *pairs))
+    old: list[str] = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    patterns = [*_IGNORED, *further, *(f".*{pattern}.*" for pattern in old)]
+    own = [pair.hf for pair in pairs]  # transformers asks for such names only where a model lacks them
+    ignored = tuple(p for p in patterns if not any(re.fullmatch(p, name) for name in own))
+    return KeyMap(kind, tuple(pairs), ignored, (r".*\.lora_[AB]\..*",), copies)
+
+
+def _named(model: nn.Module, kind: str, plan: HFPlan | None, new_names: Mapping[str, str]) -> dict[Pair, None]:
+    """The pairs of the model without modules for tokens further ahead, in order; ``new_names`` as `HFPlan.renamed`."""
     kinds = (SplitLinear, RoutedExperts, *(() if plan is None or plan.experts == STACKED else (StackedExperts,)))
     apart = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     pairs: dict[Pair, None] = {}
-    new_names = (
-        plan.renamed if plan is not None else {pair[1]: pair[0] for step in _steps(kind) if (pair := _renaming(step))}
-    )
     separate = {} if plan is not None else separate_experts(kind) or {}
     for name in model.state_dict(keep_vars=True):
         if ".lora_" in name or name.startswith(("mtp.", "mtp_embeddings.")):
@@ -103,13 +116,7 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
             pairs[Pair(f"{here}{leaf}", there)] = None
         else:
             pairs |= dict.fromkeys(_parts(owner, module))
-    own_layers, copies, further = _further_layers(model, plan, tuple(pairs)) if plan is not None else ((), (), ())
-    pairs = dict.fromkeys((*own_layers, *pairs))
-    old: list[str] = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    patterns = [*_IGNORED, *further, *(f".*{pattern}.*" for pattern in old)]
-    own = [pair.hf for pair in pairs]  # transformers asks for such names only where a model lacks them
-    ignored = tuple(p for p in patterns if not any(re.fullmatch(p, name) for name in own))
-    return KeyMap(kind, tuple(pairs), ignored, (r".*\.lora_[AB]\..*",), copies)
+    return pairs
 
 
 def _further_layers(
@@ -124,7 +131,7 @@ def _further_layers(
     of_layers = [pair for pair in pairs if pair.native.startswith(f"{plan.layers}.{{i}}.")]
     depth, layers = len(model.mtp or ()), len(model.get_submodule(plan.layers))
     prefix = of_layers[0].hf.partition("{i}")[0]
-    there = {pair.native: pair.hf for pair in pairs}
+    there = {pair.native: pair.hf for pair in reversed(pairs)}
     embedding = there[f"{plan.embedding}.weight"]
     tied = model.get_submodule(plan.head).weight is model.get_submodule(plan.embedding).weight
     head = embedding if tied else there[f"{plan.head}.weight"]

@@ -42,6 +42,8 @@ class HFPlan:
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
     """The last norm."""
+    merge: str = ""
+    """What makes one stream of several before that norm, with parameters of its own."""
     head: str = "lm_head"
     attention: str = "self_attn"
     """The attention of a layer: calls transformers' registry of attention functions with all keywords it was given. Layers may
@@ -50,6 +52,11 @@ class HFPlan:
     """The code of a layer does not hand its keywords on to its attention, so the context of the rows is brought there."""
     own_attention: bool = False
     """Attention and its masks are left to transformers: tokens see others than those of a window. Rules ``cp`` out."""
+    masked_attention: bool = False
+    """Such an attention calls transformers' registry with a mask of numbers that are added to scores, and with sinks."""
+    counts: tuple[str, ...] = ()
+    """What counts query heads, or groups of them, besides the attention's ``num_heads``: attributes of it or of its ``config``,
+    which become a rank's own under tensor parallelism."""
     feed_forward: str = "mlp"
     """The feed-forward of a layer, a tensor-parallel region where it is dense."""
     experts: Mapping[str, str] | Literal["stacked"] = field(default_factory=dict[str, str])
@@ -60,6 +67,15 @@ class HFPlan:
     """Linears that a layer may have and that are several in one, to their parts in order and how wide each is."""
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     """What files call a part of a tensor's name, where it differs from the module's; ``{i}`` is a layer's number."""
+    resaved: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The same of files that transformers wrote, where those are not the names that the family is published with. Such files
+    are read, and none is written."""
+    streams: str = ""
+    """The field of ``config.json`` that counts residual streams, where layers hand on ``[B, S, streams, d]``."""
+    token_ids: str = ""
+    """The keyword by which layers are given the ids of their tokens."""
+    token_experts: str = ""
+    """The buffer ``[V, K]`` of routers that look up a token's experts by its id. With drawn weights, ids take experts in turn."""
     convolution: Mapping[str, str] = field(default_factory=dict[str, str])
     """Parts of the convolution of a layer with a state, where files have them apart, to the attribute that says how wide each
     is."""
@@ -75,6 +91,10 @@ class HFPlan:
         """Parallelisms that the model of a ``config.json`` cannot take part in, and why."""
         with_fields = [more for name, more in self.lacks_with.items() if published.get(name)]
         return {axis: reason for found in (self.lacks, *with_fields) for axis, reason in found.items()}
+
+    def is_table(self, name: str) -> bool:
+        """Whether a buffer of this name is one of `token_experts`."""
+        return bool(self.token_experts) and name.rpartition(".")[2] == self.token_experts
 
 
 def _decoder(attention: StyleTable, **more: Style) -> StyleTable:
@@ -151,6 +171,25 @@ _SPARSE = HFPlan(
     own_attention=True,
     lacks={"cp": "each token of its sparse attention chooses its keys among all of the row"},
 )
+_DEEPSEEK_V4: StyleTable = {
+    **_decoder({
+        "q_a_proj": "replicated", "q_a_norm": "replicated", "q_b_proj": "heads", "kv_proj": "replicated", "kv_norm": "replicated",
+        "sinks": "heads", "compressor": "replicated", "o_a_proj": "groups", "o_b_proj": "rowwise",
+    }, gate="positions", experts="replicated"),
+    **_SHARED,
+    "model.layers.*.*_hc": "replicated",
+    "model.hc_head": "replicated",
+}  # fmt: skip
+_DEEPSEEK_V4_NAMES = {
+    "lm_head.": "head.", ".input_layernorm.": ".attn_norm.", ".post_attention_layernorm.": ".ffn_norm.",
+    ".attn_hc.": ".hc_attn_", ".ffn_hc.": ".hc_ffn_", ".self_attn.": ".attn.", ".attn.sinks": ".attn.attn_sink",
+    ".compressor.indexer.scorer.": ".indexer.", ".compressor.indexer.q_b_proj.": ".indexer.wq_b.",
+    ".compressor.indexer.": ".indexer.compressor.", ".compressor.kv_norm.": ".compressor.norm.",
+    ".compressor.gate_proj.": ".compressor.wgate.", ".position_bias": ".ape", ".kv_proj.": ".wkv.", ".q_a_norm.": ".q_norm.",
+    **{f".{name}_proj.": f".w{name}." for name in ("q_a", "q_b", "o_a", "o_b")}, ".mlp.": ".ffn.",
+    ".gate.e_score_correction_bias": ".gate.bias", ".shared_experts.gate_proj.": ".shared_experts.w1.",
+    ".shared_experts.down_proj.": ".shared_experts.w2.", ".shared_experts.up_proj.": ".shared_experts.w3.",
+}  # fmt: skip
 _GATED_DELTA = _decoder({**_QKV, **_HEAD_NORMS})
 _GATED_DELTA_ROUTED: StyleTable = {
     **_decoder({**_QKV, **_HEAD_NORMS}, **_ROUTED, shared_expert_gate="replicated"),
@@ -273,6 +312,17 @@ HF_PLANS: Mapping[str, HFPlan] = {
     "glm4_moe_lite": _DEEPSEEK,
     "glm_moe_dsa": _SPARSE,
     "deepseek_v32": _SPARSE,
+    "deepseek_v4": HFPlan(
+        styles=_DEEPSEEK_V4, merge="model.hc_head", experts=_separate("mlp.experts", "w1", "w2", "w3"), own_attention=True,
+        masked_attention=True, counts=("num_key_value_groups", "config.o_groups"), streams="hc_mult", token_ids="input_ids",
+        token_experts="tid2eid",
+        renamed={
+            "model.embed_tokens.": "embed.", "model.norm.": "norm.", "model.hc_head.hc_": "hc_head_", "model.layers.": "layers.",
+            **_DEEPSEEK_V4_NAMES,
+        },
+        resaved={".self_attn.kv_norm.": ".self_attn.norm.", **_DEEPSEEK_V4_NAMES},
+        lacks={"cp": "each token attends to keys that are made of all tokens of the row before it"},
+    ),
     "olmo3": HFPlan(styles=_decoder({**_QKV, **_WIDE_NORMS})),
     "olmo_hybrid": HFPlan(
         styles=_decoder({**_QKV, **_WIDE_NORMS}), convolution={"q": "key_dim", "k": "key_dim", "v": "value_dim"},

@@ -27,7 +27,6 @@ from transformers import CONFIG_MAPPING
 from titan_train.models.build import SkipRandomFill
 from titan_train.models.call import accepted_inputs, call_model
 from titan_train.models.hf.ahead import LayerModule, add_modules
-from titan_train.models.hf.attention import NAME
 from titan_train.models.hf.build import assemble
 from titan_train.models.hf.cut import VOCABULARY, cuts, layers_that_show_all
 from titan_train.models.hf.decoder import HFDecoder, HFModel, UnplannedDecoder
@@ -80,7 +79,7 @@ def probe(model: HFModel, name: str, *, packed: bool, staged: bool, drawn: bool)
             if isinstance(model, UnplannedDecoder):
                 model.takes_masks = model_masks
         if isinstance(tiny, HFDecoder) and isinstance(model, HFDecoder):
-            if not tiny.plan.own_attention:
+            if tiny.plan.masked_attention or not tiny.plan.own_attention:
                 _check_attention(tiny, tokens, name, kind)
             model.changes_logits = _changes_logits(tiny, tokens)
             if staged:
@@ -162,11 +161,11 @@ def _tokens(tiny: Any) -> Tensor:
 def _rows(tokens: Tensor, bounds: list[list[int]] | None) -> Any:
     """A batch as the trainer hands it on; ``bounds`` are where documents of each row begin, and the end."""
     if bounds is None:
-        return SimpleNamespace(tokens=tokens, positions=None, cu_seqlens=None)
+        return SimpleNamespace(tokens=tokens, token_ids=tokens, positions=None, cu_seqlens=None)
     most = max(len(row) for row in bounds)
     cu_seqlens = torch.tensor([row + [row[-1]] * (most - len(row)) for row in bounds], dtype=torch.int32)
     positions = torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(row)]) for row in bounds])
-    return SimpleNamespace(tokens=tokens, positions=positions, cu_seqlens=cu_seqlens)
+    return SimpleNamespace(tokens=tokens, token_ids=tokens, positions=positions, cu_seqlens=cu_seqlens)
 
 
 def _documents(length: int) -> list[list[int]]:
@@ -218,6 +217,7 @@ def _check_attention(tiny: HFDecoder, tokens: Tensor, name: str, kind: str) -> N
     configs: dict[int, Any] = {
         id(module.config): module.config for module in tiny.modules() if hasattr(module, "config")
     }
+    here = {key: config._attn_implementation for key, config in configs.items()}
     with torch.no_grad():
         got = call_model(tiny, row)
         try:
@@ -225,8 +225,8 @@ def _check_attention(tiny: HFDecoder, tokens: Tensor, name: str, kind: str) -> N
                 config._attn_implementation = "eager"
             want = call_model(tiny, row)
         finally:
-            for config in configs.values():
-                config._attn_implementation = NAME
+            for key, config in configs.items():
+                config._attn_implementation = here[key]
     if (found := _difference(got, want)) > _CLOSE:
         raise ValueError(
             f"model.name={name!r}: attention of this {kind} is not what its plan says: logits here and in transformers differ "
@@ -352,7 +352,7 @@ def _gradients(stages: list[Any], batch: Any, tied: Mapping[str, str]) -> tuple[
     states = batch.tokens
     for stage in stages:
         stage.zero_grad()
-        given = {key: getattr(batch, key) for key in accepted_inputs(stage, ("positions", "cu_seqlens"))}
+        given = {key: getattr(batch, key) for key in accepted_inputs(stage, ("positions", "cu_seqlens", "token_ids"))}
         states = stage(states, **given)
     weights = torch.linspace(-1, 1, states.shape[-1])
     (states.float() * weights).square().mean().backward()

@@ -5,7 +5,7 @@ runs the same code of transformers. So what the stage before has sent is put in 
 the last layer gives is taken from there. Whatever the code does before and after then has no effect in this stage.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,24 +16,28 @@ class StageLayers(nn.ModuleList):
     """A list of layers that the code of transformers goes through as through the one that it made."""
 
     _given: Tensor | None = None
+    _further: Mapping[str, Any] | None = None
     _taken: list[Tensor] | None = None
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     """What the last layer was called with, where anybody asks."""
 
     @contextmanager
-    def between(self, given: Tensor | None, *, taken: bool) -> Generator[list[Tensor]]:
+    def between(
+        self, given: Tensor | None, *, taken: bool, further: Mapping[str, Any] | None = None
+    ) -> Generator[list[Tensor]]:
         """Inside, the first layer gets ``given``, and the list that comes back gets what the last layer gives.
 
         Args:
-            given: Hidden states ``[B, S, d]``; None leaves the first layer its own.
+            given: Hidden states ``[B, S, d]``, or several streams of them; None leaves the first layer its own.
             taken: Whether to keep what the last layer gives.
+            further: Keyword arguments that every layer is called with instead of its own.
         """
         kept: list[Tensor] = []
-        self._given, self._taken = given, kept if taken else None
+        self._given, self._taken, self._further = given, kept if taken else None, further
         try:
             yield kept
         finally:
-            self._given = self._taken = None
+            self._given = self._taken = self._further = None
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self._ends())
@@ -44,6 +48,8 @@ class StageLayers(nn.ModuleList):
 
     def _ends(self) -> list[Any]:
         layers: list[Any] = list(self.children())
+        if self._further:
+            layers = [_With(layer, self._further) for layer in layers]
         if layers and self.calls is not None:
             layers[-1] = _Noted(layers[-1], self.calls)
         if layers and self._given is not None:
@@ -61,6 +67,15 @@ class _Call:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
+
+
+class _With(_Call):
+    def __init__(self, layer: Any, further: Mapping[str, Any]) -> None:
+        super().__init__(layer)
+        self._further = further
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self._layer(*args, **{**keywords, **self._further})
 
 
 class _First(_Call):

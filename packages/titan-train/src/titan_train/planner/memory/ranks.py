@@ -434,14 +434,19 @@ class RankProgram:
         takes_tokens = traits_of(part).holds_embedding
         if getattr(part, "tok_embeddings", part) is not None if takes_tokens is None else takes_tokens:
             return (torch.zeros(rows, seq_len, dtype=torch.int64, device="meta"),)
-        # a stage in the middle learns the length of its rows from their positions
-        part.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "positions": _positions(seq_len, args[0])}),
-            with_kwargs=True,
-        )
+        traits = traits_of(self.whole)
+
+        def with_rows(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            """A stage in the middle learns the length of its rows from their positions."""
+            positions = _positions(seq_len, args[0])
+            ids = {"token_ids": positions.expand(rows, -1)} if traits.stages_read_tokens else {}
+            return args, {**kwargs, "positions": positions, **ids}
+
+        part.register_forward_pre_hook(with_rows, with_kwargs=True)
         width = next(module.embedding_dim for module in self.whole.modules() if isinstance(module, nn.Embedding))
         cut = spec.tp if self.config.parallel.sequence_parallel else 1
-        return (torch.zeros(rows, seq_len // cut, width, device="meta", requires_grad=True),)
+        streams = (traits.streams,) if traits.streams > 1 else ()
+        return (torch.zeros(rows, seq_len // cut, *streams, width, device="meta", requires_grad=True),)
 
 
 def _partitioned(config: CompileConfig) -> CompileConfig:
