@@ -16,6 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 import composition
+from titan_train.card.proofs import by_native_name
 from titan_train.card.subject import VOCABULARY, cut_small
 from titan_train.config import parse_config
 
@@ -228,7 +229,7 @@ def files(model: Any, folder: Path) -> str:
     _theirs(out).save_pretrained(folder / "again")
     ours, again, stepped = (load_file(folder / name / "model.safetensors") for name in ("out", "again", "stepped"))
     published = ours.keys() != again.keys()  # transformers read these names, and wrote others
-    ours, again, stepped = (_native(names, each) if published else each for each in (ours, again, stepped))
+    ours, again, stepped = (by_native_name(names, each) if published else each for each in (ours, again, stepped))
     assert ours.keys() == stepped.keys(), f"names differ: {sorted(ours.keys() ^ stepped.keys())[:4]}"
     rounding: dict[str, float] = {}
     for name, value in stepped.items():
@@ -238,16 +239,10 @@ def files(model: Any, folder: Path) -> str:
         if off > CLOSE:
             # no further than 3 times what their own step in float32 is from float64 (gemma3n: sparse activations), or than that
             # is where it is furthest (qwen3_5_moe: 4e-4)
-            rounding = rounding or (_native(names, _rounding(folder)) if published else _rounding(folder))
+            rounding = rounding or (by_native_name(names, _rounding(folder)) if published else _rounding(folder))
             limit = max(3 * rounding[name], *rounding.values())
             assert off <= limit, f"{name} differs by {off:.1g} after one step"
     return "equal, by the published names" if published else "equal"
-
-
-def _native(names: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of a file by their names here, with the number of an expert."""
-    found = {name: names.match_hf(name)[0] for name in values}
-    return {f"{pair.native.format(**at)}[{at.get('j', '')}]": values[name] for name, (pair, at) in found.items()}
 
 
 def text(folder: Path) -> str:

@@ -118,6 +118,9 @@ def quantized(folder: Path, target: Path, scale: torch.dtype) -> dict[str, torch
         stored = (tensors[name] / factor).to(torch.float8_e4m3fn)
         values[name] = stored.float() * factor
         tensors[name], tensors[name.replace(".weight", ".scale")] = stored, factor.to(scale)
+    # further layers are left out
+    tensors["mtp.0.attn.wkv.weight"] = torch.ones(8, 32).to(torch.float8_e4m3fn)
+    tensors["mtp.0.attn.wkv.scale"] = torch.ones(1, 1).to(scale)
     target.mkdir(exist_ok=True)
     save_file(tensors, target / "model.safetensors")
     (target / "config.json").write_bytes((folder / "config.json").read_bytes())

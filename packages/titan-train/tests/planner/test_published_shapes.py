@@ -32,6 +32,14 @@ QWEN3_5_9B = {
     "vocab_size": 248320, "tie_word_embeddings": False,
 }  # fmt: skip
 
+DEEPSEEK_V4 = {
+    "model_type": "deepseek_v4", "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64,
+    "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 1024, "o_lora_rank": 1024, "o_groups": 8, "hc_mult": 4,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 1, "sliding_window": 128, "index_topk": 512,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "vocab_size": 129280, "tie_word_embeddings": False,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("published", "parameters"),
@@ -40,8 +48,9 @@ QWEN3_5_9B = {
         (PHI_4, 14_659_507_200),  # as its model card's files count
         (DEEPSEEK_V3, find_shape("deepseek_v3").parameters()),
         (QWEN3_5_9B, 8_953_803_264),  # of transformers' module
+        (DEEPSEEK_V4, find_shape("deepseek_v4_flash").parameters()),
     ],
-    ids=["llama3_8b", "phi_4", "deepseek_v3", "qwen3.5_9b"],
+    ids=["llama3_8b", "phi_4", "deepseek_v3", "qwen3.5_9b", "deepseek_v4_flash"],
 )
 def test_parameters_of_published_models_are_exact(published: dict[str, object], parameters: int) -> None:
     assert shape_of_published("hf:x", published).parameters() == parameters
@@ -97,7 +106,7 @@ def test_norms_of_queries_and_keys_are_those_of_the_plan() -> None:
     }
     assert normed == {
         "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text", "gemma3n_text", "gemma4_text",
-        "olmo2", "olmo3", "olmo_hybrid", "glm4_moe", "minimax_m2", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmoe", "flex_olmo",
+        "olmo2", "olmo3", "olmo_hybrid", "glm4_moe", "minimax_m2", "hunyuan_v1_dense", "hunyuan_v1_moe", "deepseek_v4", "olmoe", "flex_olmo",
         "cohere", "exaone4", "apertus", "dots1", "mellum", "exaone_moe", "hy_v3", "kolibri1", "afmoe", "laguna", "flint", "beam",
     }  # fmt: skip
 
@@ -113,5 +122,9 @@ def test_windows_and_routed_layers_make_groups_of_their_own() -> None:
     }
     shape = shape_of_published("hf:x", fields)
     assert sorted((b.count, b.attention.window) for b in shape.blocks if b.attention) == [(2, 0), (2, 6)]
+    shape = shape_of_published("hf:x", DEEPSEEK_V4)
+    assert sorted((b.count, b.attention.window, b.streams) for b in shape.blocks if b.attention) == [
+        (2, 128, 4), (20, 160, 4), (21, 640, 4),
+    ]  # fmt: skip
     moe = {**LLAMA3_8B, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [0]}
     assert [b.count for b in shape_of_published("hf:x", moe).blocks] == [1, 31]

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from titan_ckpt import KeyMap
+
 from titan_train.card import proofs
 from titan_train.card.layouts import LAYOUTS, RESUMED, Runs, predict
 from titan_train.card.page import Card
@@ -51,7 +53,7 @@ def make_card(name: str, work: Path, *, machine: str, devices: int, made: str, c
     add(
         attempt(
             "files",
-            lambda: _files(runs.folder / "one", small.folder, out),
+            lambda: _files(runs.folder / "one", small.folder, out, pair.names),
             "titan-train export runs/one --to hf --out out",
         )
     )
@@ -70,8 +72,8 @@ def make_card(name: str, work: Path, *, machine: str, devices: int, made: str, c
     return Card(subject, small, beside, told, predict(name, machine, devices), made, command, config)
 
 
-def _files(run: Path, published: Path, out: Path) -> Proof:
+def _files(run: Path, published: Path, out: Path, names: KeyMap) -> Proof:
     from titan_train.export.run import export_run
 
     export_run(run, out, to=["hf"], dtype="fp32", gate=False)
-    return proofs.files(run, published, out)
+    return proofs.files(run, published, out, names)

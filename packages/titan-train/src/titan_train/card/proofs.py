@@ -5,7 +5,7 @@ as it is, so that one family's defect does not end the card.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from titan_ckpt import KeyMap
 from torch import Tensor
 
 from titan_train.card.subject import VOCABULARY
@@ -176,8 +177,8 @@ class Comparison:
             return found
 
 
-def files(run: Path, published: Path, out: Path) -> Proof:
-    """A run's export has transformers' names, and transformers reads and writes it without changing a bit."""
+def files(run: Path, published: Path, out: Path, names: KeyMap) -> Proof:
+    """A run's export has transformers' names or the published ones, and transformers reads and writes it bit by bit."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -186,12 +187,21 @@ def files(run: Path, published: Path, out: Path) -> Proof:
     again = run / "again"
     theirs.save_pretrained(again)
     written, first = load_file(again / "model.safetensors"), load_file(published / "model.safetensors")
+    renamed = "" if ours.keys() == written.keys() else ", by the published names"
+    if renamed:
+        ours, written, first = (by_native_name(names, tensors) for tensors in (ours, written, first))
     if ours.keys() != first.keys():
         return Proof("files", "differs", f"names differ: {', '.join(sorted(ours.keys() ^ first.keys())[:3])}")
     changed = [name for name in ours if not torch.equal(ours[name], written[name])]
     if changed:
         return Proof("files", "differs", f"{len(changed)} of {len(ours)} tensors, first {changed[0]}")
-    return Proof("files", "equal", f"{len(ours)} tensors, every bit")
+    return Proof("files", "equal", f"{len(ours)} tensors, every bit{renamed}")
+
+
+def by_native_name(names: KeyMap, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What files have for each tensor, by its name here and the number of an expert: two files may name it differently."""
+    found = {name: names.match_hf(name)[0] for name in values}
+    return {f"{pair.native.format(**at)}[{at.get('j', '')}]": values[name] for name, (pair, at) in found.items()}
 
 
 def text(run: Path, out: Path) -> Proof:

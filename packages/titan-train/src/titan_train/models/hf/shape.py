@@ -3,7 +3,9 @@
 Families name the same sizes in a few ways, which are all read. What no field says (an ungated feed-forward, biases) is known
 by ``model_type``; its plan says whether queries and keys are normalised. Matrices are exact for the families with a plan whose
 layers are of softmax attention with as many heads each, or gated delta nets; a few vectors per layer (norms, biases) may be
-missed. Granite's Mamba-2 is known; layers with a state of other kinds are counted as attention of the same heads.
+missed. Granite's Mamba-2 is known; layers with a state of other kinds are counted as attention of the same heads. Compressed
+attention (DeepSeek-V4) is a window as wide as the keys of a row of 4,096 tokens; its compressors and indexer, and the mixers of
+residual streams, are left out.
 """
 
 from collections.abc import Mapping
@@ -46,6 +48,10 @@ _BIASED = (
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _LEADING = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
+_RATIOS = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+"""What the numbers of ``compress_ratios`` are called in ``layer_types``."""
+_ROW = 4096
+
 
 def shape_of_published(name: str, published: Mapping[str, Any], *, mtp: int = 0) -> ModelShape:
     """The shape that ``config.json`` describes.
@@ -73,7 +79,9 @@ def shape_of_published(name: str, published: Mapping[str, Any], *, mtp: int = 0)
     norm = 2 if kind in _LAYER_NORM else 1
     norms = (4 if kind in _FOUR_NORMS else 2) * norm
     blocks = [
-        _with_state(read, count, feed, norms) if near is None else Block(count, near, feed, norms=norms)
+        _with_state(read, count, feed, norms)
+        if near is None
+        else Block(count, near, feed, norms=norms, streams=int(fields.get("hc_mult") or 1))
         for near, feed, count in _groups(fields, layers, attention, dense, routed)
     ]
     return ModelShape(
@@ -112,6 +120,11 @@ def _attention(read: _Reader, kind: str, dim: int, heads: int) -> AttentionWidth
         return AttentionWidths(
             heads, heads, read.size("qk_nope_head_dim") + rope, value_dim=read.size("v_head_dim", default=max(1, dim // heads)),
             q_lora=int(fields.get("q_lora_rank") or 0), kv_lora=read.size("kv_lora_rank"), rope_dim=rope,
+        )  # fmt: skip
+    if fields.get("o_lora_rank"):
+        return AttentionWidths(
+            heads, read.size("num_key_value_heads"), read.size("head_dim"), q_lora=read.size("q_lora_rank"),
+            o_lora=read.size("o_lora_rank"), o_groups=read.size("o_groups"), shared_kv=True,
         )  # fmt: skip
     single = 1 if fields.get("multi_query") and not fields.get("new_decoder_architecture") else heads
     return AttentionWidths(
@@ -169,29 +182,42 @@ def _groups(
     routed: ExpertsShape | None,
 ) -> list[tuple[AttentionWidths | None, FeedForwardShape | ExpertsShape, int]]:
     """Layers that are alike, and how many there are of each; dense ones first. None is a layer with a state."""
-    window = int(fields.get("sliding_window") or 0) if fields.get("use_sliding_window", True) else 0
+    windows = _windows(fields, layers)
     delta = bool(fields.get("linear_num_value_heads"))
     every = int(fields.get("full_attention_interval") or 4)
     types: list[Any] = fields.get("layer_types") or []
     if delta and not types:
         types = ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     states = _STATES if delta or fields.get("mamba_n_heads") else ()
-    first = fields.get("max_window_layers", 0) if "use_sliding_window" in fields else 0
     leading = next((int(fields[name]) for name in _LEADING if fields.get(name)), 0)
     sorts: list[Any] = fields.get("mlp_layer_types") or []
     also = fields.get("mlp_only_layers") or []
-    count: dict[tuple[bool, bool, bool], int] = {}
-    for layer in range(layers):
-        near = window > 0 and (types[layer] == "sliding_attention" if layer < len(types) else layer >= first)
-        sparse = sorts[layer] == "sparse" if layer < len(sorts) else layer >= leading and layer not in also
-        kind = routed is not None and sparse, near, layer < len(types) and types[layer] in states
+    count: dict[tuple[bool, int, bool], int] = {}
+    for layer, window in enumerate(windows):
+        sparse = sorts[layer] != "dense" if layer < len(sorts) else layer >= leading and layer not in also
+        kind = routed is not None and sparse, window, layer < len(types) and types[layer] in states
         count[kind] = count.get(kind, 0) + 1
-    narrow = replace(attention, window=window)
     return [
         (
-            None if state else narrow if near else attention,
+            None if state else replace(attention, window=window, sparse=attention.shared_kv),
             routed if is_routed and routed is not None else dense,
             number,
         )
-        for (is_routed, near, state), number in sorted(count.items())
+        for (is_routed, window, state), number in sorted(count.items())
+    ]
+
+
+def _windows(fields: Mapping[str, Any], layers: int) -> list[int]:
+    """Keys that a query of each layer sees; 0 is all of those before it."""
+    window = int(fields.get("sliding_window") or 0) if fields.get("use_sliding_window", True) else 0
+    types: list[Any] = fields.get("layer_types") or [_RATIOS.get(n) for n in fields.get("compress_ratios") or []]
+    first = fields.get("max_window_layers", 0) if "use_sliding_window" in fields else 0
+    rate = int((fields.get("compress_rates") or {}).get(_RATIOS[128], 128))
+    seen = {
+        _RATIOS[0]: window,
+        _RATIOS[4]: window + int(fields.get("index_topk") or 0),
+        _RATIOS[128]: window + _ROW // rate,
+    }
+    return [
+        0 if not window else seen.get(types[n], 0) if n < len(types) else window * (n >= first) for n in range(layers)
     ]

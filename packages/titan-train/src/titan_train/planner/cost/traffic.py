@@ -44,7 +44,7 @@ def step_traffic(shape: ModelShape, setup: Setup, *, element_bytes: int = 2, gra
                 again = 2 if setup.recompute == "full" else 0
                 traffic.add("ep", "all_to_all", setup.microbatches * (4 + again), sent * block.ffn.per_token)
     if setup.pp > 1:
-        hidden = setup.tokens * shape.dim * element_bytes / setup.tp
+        hidden = setup.tokens * shape.dim * max(b.streams for b in layers) * element_bytes / setup.tp
         traffic.add("pp", "send", setup.microbatches, hidden)
     return traffic
 

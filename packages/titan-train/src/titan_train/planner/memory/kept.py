@@ -112,7 +112,7 @@ def block_bytes(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
         at = replace(at, sequence_parallel=False)
     if setup.recompute == "full":
         share = setup.recompute_share
-        return share * at.element * dim * at.residual + (1 - share) * _everything(block, dim, setup, at)
+        return share * at.element * dim * block.streams * at.residual + (1 - share) * _everything(block, dim, setup, at)
     if setup.recompute == "selective":
         return _selective(block, dim, setup, at) + (_exchanged(block, setup, at) if setup.stack == "compile" else 0)
     return _everything(block, dim, setup, at)
