@@ -223,6 +223,21 @@ def test_weights_are_multiplied_with_one_scale_a_tensor_or_a_row(tmp_path, suffi
     assert torch.equal(part, want[1:4, 290:297])
 
 
+@pytest.mark.parametrize("beside", ["input_scale", "activation_scale", "k_scale"])
+def test_scales_of_activations_are_ignored_where_config_json_announces_a_quantization(tmp_path, beside):
+    tensors = {"weight": F8, "weight_scale": torch.full((), 2.0), beside: torch.ones(())}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = module_of({"weight": torch.zeros(4, 64)})
+    with pytest.raises(ValueError, match=rf"1 unexpected \['{beside}'\]"):
+        import_hf(tmp_path, model)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    import_hf(tmp_path, model)
+    assert torch.equal(model.weight, torch.full((4, 64), 2.0))
+    own = module_of({"weight": torch.zeros(4, 64), beside: torch.zeros(())})
+    import_hf(tmp_path, own)
+    assert float(own.state_dict()[beside]) == 1.0
+
+
 F8 = torch.ones(4, 64).to(torch.float8_e4m3fn)
 
 

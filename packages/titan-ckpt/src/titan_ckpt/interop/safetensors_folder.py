@@ -82,7 +82,8 @@ class SafetensorsReader:
         in MXFP4, of which ``NAME_blocks`` and ``NAME_scales`` are one tensor ``NAME``.
 
         Scales may be per tensor, per row or per block. A weight with other scales, or a tensor of an unknown dtype, is a
-        `RefusedView`.
+        `RefusedView`. Scales of activations and of the key-value cache are not listed where ``config.json`` announces a
+        quantization.
 
         Args:
             kept: Whether to list a scale as a tensor: the model may have scales itself.
@@ -102,7 +103,10 @@ class SafetensorsReader:
         }
         used = {*scales_of.values(), *(name + suffix for name in packed for suffix in (_MX_BLOCKS, _MX_SCALES))}
         strays = _stray_scales(stored, kept)
-        block = _scale_block(self._folder)
+        quantization = _quantization(self._folder)
+        if quantization:
+            used |= {key for key in stored if _of_activations(key) and not kept(key)}
+        block = _scale_block(self._folder, quantization)
         views = {name: _mxfp4(name, stored[name + _MX_BLOCKS], stored.get(name + _MX_SCALES)) for name in packed}
         for key, view in stored.items():
             if key in used:
@@ -199,22 +203,31 @@ def _stray_scales(stored: Mapping[str, View], kept: Callable[[str], bool]) -> di
         module, _, last = name.rpartition(".")
         named_after = any(name.endswith(suffix) and name.removesuffix(suffix) in stored for suffix in _SCALE_SUFFIXES)
         named_after |= name.endswith(_SCALE) and f"{module}.weight" in stored
-        if "scale" in last and not named_after and not last.startswith(_OTHER_SCALES) and not kept(name):
+        if "scale" in last and not named_after and not _of_activations(name) and not kept(name):
             strays[module] = name
     return strays
 
 
-def _scale_block(folder: Path) -> tuple[int, int]:
+def _of_activations(name: str) -> bool:
+    """Whether a tensor scales activations or the key-value cache, by its name."""
+    last = name.rpartition(".")[2]
+    return "scale" in last and last.startswith(_OTHER_SCALES)
+
+
+def _quantization(folder: Path) -> Mapping[str, Any]:
+    """``quantization_config`` of the folder's ``config.json``; empty if there is none."""
     config = folder / "config.json"
-    if not config.exists():
-        return _DEFAULT_SCALE_BLOCK
-    value = parse_object(config.read_bytes(), str(config))
-    found = value.get("quantization_config")
-    size = found.get("weight_block_size") if isinstance(found, dict) else None
+    found = parse_object(config.read_bytes(), str(config)).get("quantization_config") if config.exists() else None
+    return found if isinstance(found, dict) else {}
+
+
+def _scale_block(folder: Path, quantization: Mapping[str, Any]) -> tuple[int, int]:
+    size = quantization.get("weight_block_size")
     if not size:
         return _DEFAULT_SCALE_BLOCK
     if not isinstance(size, list) or [type(n) for n in size] != [int, int] or min(size) < 1:
-        raise ValueError(f"{config}: weight_block_size={size!r} is not [rows, columns]. Give two integers from 1.")
+        file = folder / "config.json"
+        raise ValueError(f"{file}: weight_block_size={size!r} is not [rows, columns]. Give two integers from 1.")
     return size[0], size[1]
 
 

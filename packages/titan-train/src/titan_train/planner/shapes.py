@@ -84,8 +84,9 @@ def shape_of_config(config: Config) -> ModelShape:
 
 def unplanned_degrees(name: str) -> dict[str, int]:
     """Degrees that a folder's family cannot have: what its plan lacks; without a plan, all but those of data parallelism."""
-    plan = hf_plans().get(str(read_published(name, key="MODEL").get("model_type")))
-    lacking = ("tp", "cp", "pp", "ep") if plan is None else plan.lacks
+    published = read_published(name, key="MODEL")
+    plan = hf_plans().get(str(published.get("model_type")))
+    lacking = ("tp", "cp", "pp", "ep") if plan is None else plan.lacking(published)
     return {axis: 1 for axis in lacking if axis != "sp"}
 
 

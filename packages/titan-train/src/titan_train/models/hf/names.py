@@ -221,9 +221,12 @@ def _parts(owner: str, module: SplitLinear) -> list[Pair]:
 
 
 def _steps(kind: str) -> list[Any]:
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping as steps_of
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-    return get_checkpoint_conversion_mapping(kind) or []
+    return (
+        steps_of(kind) or steps_of(MODEL_MAPPING_NAMES.get(kind)) or []
+    )  # some families are listed by their body's class
 
 
 def _plain(pattern: str) -> str:
