@@ -238,6 +238,26 @@ def test_scales_of_activations_are_ignored_where_config_json_announces_a_quantiz
     assert float(own.state_dict()[beside]) == 1.0
 
 
+def test_two_values_of_four_bits_in_a_byte_are_read_with_an_exponent_for_32(tmp_path):
+    gen = torch.Generator().manual_seed(0)
+    packed = torch.randint(-128, 128, (5, 40), dtype=torch.int8, generator=gen)
+    exponents = torch.randint(120, 130, (5, 3), dtype=torch.uint8, generator=gen).view(torch.float8_e8m0fnu)
+    save_file({"experts.weight": packed, "experts.scale": exponents}, tmp_path / "model.safetensors")
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    table = [*values, *(-value for value in values)]
+    want = torch.tensor(
+        [[table[part] for byte in row for part in (byte & 15, byte >> 4)] for row in packed.view(torch.uint8).tolist()]
+    )
+    want *= exponents.float().repeat_interleave(32, 1)[:, :80]
+    model = module_of({"experts.weight": torch.zeros(5, 80)})
+    import_hf(tmp_path, model)
+    assert torch.equal(model.state_dict()["experts.weight"], want)
+    for column, columns in ((0, 80), (1, 1), (31, 2), (63, 17)):
+        part = torch.empty(3, columns)
+        SafetensorsReader(tmp_path).views()["experts.weight"].fill(((1, column), (3, columns)), part)
+        assert torch.equal(part, want[1:4, column : column + columns])
+
+
 F8 = torch.ones(4, 64).to(torch.float8_e4m3fn)
 
 

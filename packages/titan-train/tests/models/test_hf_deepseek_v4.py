@@ -140,19 +140,23 @@ def test_float8_matrices_of_published_files_are_read_with_their_scales(
     )
 
 
-def test_experts_of_four_bits_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_experts_of_four_bits_are_those_that_transformers_dequantizes(folder: Path, tmp_path: Path) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     quantized(folder, tmp_path, torch.float8_e8m0fnu)
     file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    for name in [f"layers.2.ffn.experts.{j}.w2" for j in range(4)]:  # two numbers a byte, a scale for each 32 of a row
-        tensors[f"{name}.weight"] = torch.zeros(32, 24, dtype=torch.int8)
-        tensors[f"{name}.scale"] = torch.ones(32, 2).to(torch.float8_e8m0fnu)
+    tensors, gen = load_file(file), torch.Generator().manual_seed(0)
+    want = []
+    for name in [f"layers.2.ffn.experts.{j}.w1" for j in range(4)]:  # two numbers a byte, a scale for each 32 of a row
+        rows, columns = tensors[f"{name}.weight"].shape
+        packed = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8, generator=gen)
+        scale = torch.randint(118, 124, (rows, columns // 32), dtype=torch.uint8, generator=gen).view(
+            torch.float8_e8m0fnu
+        )
+        tensors[f"{name}.weight"], tensors[f"{name}.scale"] = packed, scale
+        want.append(Fp8Dequantize(None)._dequantize_one(packed, scale, torch.float32))
     save_file(tensors, file)
-    with pytest.raises(
-        ValueError,
-        match=r"'layers.2.ffn.experts.0.w2.weight' of shape \[32, 24\] is I8.*convert the folder to bfloat16",
-    ):
-        read(tmp_path)
+    assert torch.equal(read(tmp_path).state_dict()["model.layers.2.mlp.experts.w1"], torch.stack(want))
 
 
 def test_drawn_tables_give_each_token_experts_of_its_own(folder: Path) -> None:

@@ -275,6 +275,24 @@ class Mxfp4View(View):
             into[place].copy_(values[0].narrow(-1, first, box[1][1]).t())
 
 
+class HalfBytesView(View):
+    """Values of E2M1 in a matrix of bytes, two in each, the lower half first: ``[R, C]`` int8 to ``[R, 2 C]``, without scales."""
+
+    def __init__(self, base: View) -> None:
+        super().__init__("F32", (base.shape[0], 2 * base.shape[1]))
+        self.base = base
+
+    def needs(self, box: Box) -> list[tuple[View, Box]]:
+        (row, column), (rows, columns) = box
+        first = column // 2
+        return [(self.base, ((row, first), (rows, -(-(column + columns) // 2) - first)))]
+
+    def fill(self, box: Box, into: Tensor) -> None:
+        codes = read_box(*self.needs(box)[0]).view(torch.uint8)
+        both = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+        into.copy_(_E2M1[both.int()].narrow(-1, box[0][1] % 2, box[1][1]))
+
+
 _MX_GROUP = 32
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 """The value of each code."""
