@@ -47,6 +47,23 @@ def test_a_folders_blocks_are_counted_on_its_own_module(name: str) -> None:
     assert kept_bytes(shape, replace(again, recompute_share=0.5)) == pytest.approx(both)
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_of_a_folder_keep_what_its_blocks_keep(name: str, stages: int) -> None:
+    words = ["--model.name", name, "--model.seq_len", "1024", "--train.microbatch", "2", "--train.global_batch", "12"]
+    words += ["--train.dtype", "bf16", "--pipeline.schedule", "gpipe", "--parallel.pp", str(stages)]
+    words += ["--model.args.num_hidden_layers", "18"]  # more than two of a sort in each stage
+    config = load_config("debug", words)
+    plan, model = plan_run(config, stages), build_model(config.model, vocab_size=None)
+    ranks = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule)
+    whole = kept_bytes(
+        of_folder(find_shape(name), name, {}), Setup(seq_len=1024, global_batch=2, microbatch=2, stack="eager")
+    )
+    assert len(ranks) == stages
+    assert sum(rank.activations for rank in ranks) == pytest.approx(
+        6 * 3 * whole, rel=0.1
+    )  # and a head's input and mask
+
+
 def test_scores_that_are_written_take_time(name: str) -> None:
     plain, machine = find_shape(name), load_machine("h100")
     setup = Setup(seq_len=4096, global_batch=4)

@@ -29,6 +29,7 @@ from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.hf.cut import sort_of
+from titan_train.models.hf.stage_layers import StageLayers
 from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import ModelShape
 from titan_train.models.traits import traits_of
@@ -462,7 +463,9 @@ def keep_blocks(model: nn.Module, kept: Sequence[int]) -> None:
         for name, child in list(container.named_children()):
             if id(child) not in gone:
                 continue
-            if isinstance(container, nn.ModuleList):
+            if isinstance(container, StageLayers):  # which keep their numbers
+                del container._modules[name]
+            elif isinstance(container, nn.ModuleList):
                 del container[next(i for i, other in enumerate(container) if other is child)]
             elif isinstance(container, nn.ModuleDict):
                 del container[name]
