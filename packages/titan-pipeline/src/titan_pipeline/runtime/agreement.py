@@ -107,12 +107,13 @@ def warn_of_low_shares(schedule: Schedule, work: DeferredWork, stages: Mapping[i
         if work.shares[s] >= LOW_SHARE:
             continue
         reasons = sorted(set(getattr(stages[s], "not_deferred", {}).values()))
+        expected, planned = (f"{100 * bubble:.1f} %" for bubble in (work.expected_bubble, work.planned_bubble))
         _logger.warning(
             "stage %d defers %.0f %% of its weight gradients: the rest comes with the input gradients. With schedule %s, "
-            "expect a bubble of %.1f %% instead of %.1f %%. Reasons: %s. Give TorchStage rules for these layers, or take "
+            "expect a bubble of %s%s. Reasons: %s. Give TorchStage rules for these layers, or take "
             "a schedule without split backwards.",
-            s, 100 * work.shares[s], schedule.name, 100 * work.expected_bubble, 100 * work.planned_bubble,
-            "; ".join(reasons) or "unknown",
+            s, 100 * work.shares[s], schedule.name, expected,
+            ", as planned" if expected == planned else f" instead of {planned}", "; ".join(reasons) or "unknown",
         )  # fmt: skip
 
 

@@ -109,6 +109,10 @@ def _shorten(table: dict[str, Any], depth: int, layers: int) -> None:
         elif isinstance(value, list) and _LAYER_LIST.search(key):
             numbers = cast("list[Any]", value)
             table[key] = [n for n in numbers if type(n) is not int or n < layers]
+        elif (
+            isinstance(value, dict) and value and all(str(number).isdigit() for number in cast("dict[Any, Any]", value))
+        ):
+            table[key] = {number: of for number, of in cast("dict[Any, Any]", value).items() if int(number) < layers}
 
 
 def _narrow(table: dict[str, Any], factor: int) -> None:
