@@ -1,4 +1,6 @@
-"""titan's own code by NCCL's and CUDA's rules: a sample by default, all of `benchmarks/nccl_rules.py` with ``--slow``."""
+"""titan's own code by NCCL's and CUDA's rules: a sample by default; with ``--slow`` all of `benchmarks/nccl_rules.py`, of its
+pipelines every third.
+"""
 
 import importlib.util
 import sys
@@ -47,6 +49,8 @@ def test_a_run_keeps_the_rules(name):
 @pytest.mark.parametrize("source", [rules.pipelines, rules.failures, rules.contexts, rules.others])
 def test_everything_keeps_the_rules(source):
     found = {}
-    for family, cases in source(False):
-        found |= {f"{family}: {case}": text for case, run in cases if (text := rules.verdict(run()))}
+    step = 3 if source is rules.pipelines else 1
+    for number, (family, cases) in enumerate(source(False)):
+        tried = cases[number % step :: step]
+        found |= {f"{family}: {case}": text for case, run in tried if (text := rules.verdict(run()))}
     assert found == {}

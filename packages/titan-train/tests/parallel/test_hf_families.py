@@ -27,6 +27,8 @@ LAYOUTS = {
     "cp tp without sp": (4, {"parallel": {"cp": 2, "tp": 2, "sequence_parallel": False}}),
     "cp tp": (4, {"parallel": {"cp": 2, "tp": 2}}),
 }
+FEW = ("tp", "tp without sp", "cp", "pp zbv", "ep tp", "recomputed tp", "cp pp")
+"""Of families in Llama's structure: each part of their plans once."""
 HYBRID = (
     "qwen3_next",
     "qwen3_5_text",
@@ -105,8 +107,8 @@ CASES += [
         layout, [kind for kind in kinds if works(kind, layout)], id=f"{name}, {layout}",
         marks=[pytest.mark.slow, pytest.mark.timeout(1800)],
     )
-    for name, kinds in (("every family", KINDS), ("like Llama", (*LIKE_LLAMA, *LIKE_LLAMA_ROUTED)))
-    for layout in LAYOUTS
+    for name, kinds, layouts in (("every family", KINDS, LAYOUTS), ("like Llama", (*LIKE_LLAMA, *LIKE_LLAMA_ROUTED), FEW))
+    for layout in layouts
 ]  # fmt: skip
 
 
