@@ -86,6 +86,7 @@ def test_a_folder_that_asks_for_more_than_its_plan_knows_is_refused_by_name(
     [
         ("deepseek_v32", {"cp": 2}, "chooses its keys among all of the row", {}),
         ("deepseek_v4", {"cp": 2}, "keys that are made of all tokens of the row before it", {}),
+        ("stablelm", {"tp": 2}, "each of its heads has a norm of its own", {"qk_layernorm": True}),
         ("gemma2", {"cp": 2}, "scores of its attention are capped", {}),
         ("llama4_text", {"ep": 2}, "nothing is sent", {}),
         ("gemma3n_text", {"pp": 2}, "hand on several streams", {}),

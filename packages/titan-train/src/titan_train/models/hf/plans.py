@@ -402,7 +402,9 @@ HF_PLANS: Mapping[str, HFPlan] = {
     "cohere": HFPlan(styles=_decoder({**_QKV, "q_norm": "heads", "k_norm": "kv_heads"})),  # a vector for each head
     "cohere2": _LLAMA,
     "starcoder2": HFPlan(styles=_decoder(_QKV, c_fc="colwise", c_proj="rowwise")),
-    "stablelm": _DROPPING,
+    "stablelm": replace(
+        _DROPPING, lacks_with={"qk_layernorm": {"tp": "each of its heads has a norm of its own, which is not cut"}}
+    ),
     "smollm3": _LLAMA,
     "seed_oss": _LLAMA,
     "glm": _GLM,
