@@ -195,7 +195,7 @@ def families(session: nox.Session) -> None:
 
 CARDS = [
     "llama3_8b", "qwen3_8b", "qwen3_30b_a3b", "deepseek_v3", "hf:gemma2", "hf:gpt_oss", "hf:qwen3_next", "hf:olmo3", "hf:mixtral",
-    "hf:glm4_moe",
+    "hf:glm4_moe", "hf:deepseek_v4",
 ]  # fmt: skip
 _PUBLISH = (
     "import sys, json; from transformers import CONFIG_MAPPING as M; "

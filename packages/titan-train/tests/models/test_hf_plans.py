@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model
 from titan_train.models.hf.plans import HF_PLANS, HFPlan, hf_plans
@@ -147,8 +148,39 @@ def test_a_family_that_changes_its_logits_computes_its_loss_from_them(
     from titan_train.models.hf.probe import probe
 
     monkeypatch.setattr("titan_train.models.hf.build.hf_plans", lambda: {"granite": HF_PLANS["llama"]})
-    monkeypatch.setattr("titan_train.models.hf.decoder._LOGITS_CHANGED", ())
+    monkeypatch.setattr("titan_train.models.hf.decoder._LOGITS_CHANGED", {})
     model: Any = build_model(ModelConfig(name=f"hf:{hf_folders.make(tmp_path, 'granite')}", seq_len=32), vocab_size=96)
     assert model.loss_head == "lm_head"
     probe(model, "hf:granite", packed=True, staged=True, drawn=True)
     assert model.loss_head is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("gemma2", {"final_logit_softcapping": 3.0}),
+        ("cohere", {"logit_scale": 0.5}),
+        ("granite", {"logits_scaling": 2.0}),
+        ("nanochat", {"final_logit_softcapping": 4.0}),
+    ],
+)
+def test_logits_that_are_scaled_or_capped_in_a_known_way_are_changed_in_the_head(
+    kind: str, change: dict[str, float], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+    import hf_folders
+    from titan_train.models.hf.probe import probe
+
+    folder = hf_folders.make(tmp_path / kind, kind, **change)
+    model: Any = build_model(ModelConfig(name=f"hf:{folder}", seq_len=32), vocab_size=96)
+    probe(model, f"hf:{folder}", packed=False, staged=True, drawn=True)
+    assert model.loss_head == "lm_head"
+    (value,) = change.values()
+    x = torch.linspace(-8, 8, 9)
+    want = value * torch.tanh(x / value) if "final_logit_softcapping" in change else x * 0.5
+    assert torch.allclose(model.logits_change(x), want)
+    plain: Any = build_model(
+        ModelConfig(name=f"hf:{hf_folders.make(tmp_path / 'llama', 'llama')}", seq_len=32), vocab_size=96
+    )
+    assert plain.logits_change is None

@@ -15,7 +15,7 @@ from composition_check import compare
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.models import build_model, call_model
-from titan_train.models.common.loss import cross_entropy_sum
+from titan_train.models.common.loss import LogitsChange, cross_entropy_sum
 from titan_train.parallel.head_loss import LossHead, VocabShard, fuse_head_loss, linear_cross_entropy_sum
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.tensor.plan import own_units
@@ -34,9 +34,10 @@ def inputs(vocab, dtype, ignored, bias):
     return hidden, weight, torch.randn(vocab, dtype=dtype).requires_grad_() if bias else None, labels
 
 
-def plain(hidden, weight, bias, labels, z_loss):
+def plain(hidden, weight, bias, labels, z_loss, change=None):
     """Loss, and the gradients of 0.3 times it, by autograd of whole logits."""
     wide = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
+    wide = wide if change is None else change(wide)
     loss = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
     extra = z_loss * (wide.logsumexp(-1).square() * (labels != -100)).sum()
     wanted = [t for t in (hidden, weight, bias) if t is not None]
@@ -69,14 +70,31 @@ def test_loss_and_gradients_match_whole_logits(ignored, bias, chunk, z_loss):
             assert relative(linear_cross_entropy_sum(hidden, weight, labels, bias=shift), want) <= bound
 
 
-def sharded(vocab, dtype, z_loss):
+CHANGES = [LogitsChange(scale=0.0625), LogitsChange(scale=1.3), LogitsChange(cap=3.0), LogitsChange(scale=0.7, cap=2.0)]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_logits_that_a_family_scales_or_caps_are_changed_in_the_loss(change):
+    for dtype, bound in BOUND.items():
+        for bias, z_loss in ((False, 0.0), (True, 1e-2)):
+            hidden, weight, shift, labels = inputs(97, dtype, "some", bias)
+            want, want_grads = plain(hidden, weight, shift, labels, z_loss, change)
+            options = {"bias": shift, "z_loss": z_loss, "chunk_tokens": 64, "change": change}
+            got = linear_cross_entropy_sum(hidden, weight, labels, **options)
+            grads = torch.autograd.grad(0.3 * got, [t for t in (hidden, weight, shift) if t is not None])
+            assert relative(got.detach(), want) <= bound
+            for found, wanted in zip(grads, want_grads, strict=True):
+                assert relative(found, wanted) <= bound
+
+
+def sharded(vocab, dtype, z_loss, change=None):
     group = dist.group.WORLD
     hidden, weight, _, labels = inputs(vocab, dtype, "some", False)
-    want, (want_hidden, want_weight) = plain(hidden, weight, None, labels, z_loss)
+    want, (want_hidden, want_weight) = plain(hidden, weight, None, labels, z_loss, change)
     start, length = own_units(vocab, group.size(), group.rank())
     own = weight.detach()[start : start + length].clone().requires_grad_()
     shard = VocabShard(group, start)
-    got = linear_cross_entropy_sum(hidden, own, labels, z_loss=z_loss, shard=shard, chunk_tokens=64)
+    got = linear_cross_entropy_sum(hidden, own, labels, z_loss=z_loss, shard=shard, chunk_tokens=64, change=change)
     of_hidden, of_weight = torch.autograd.grad(0.3 * got, (hidden, own))
     dist.all_reduce(of_hidden)
     return (
@@ -89,9 +107,9 @@ def sharded(vocab, dtype, z_loss):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_vocabulary_cut_over_ranks_gives_the_loss_and_gradients_of_the_whole(ranks):
-    for vocab in (97, 4):
+    for vocab, change in ((97, None), (4, None), (97, CHANGES[-1])):
         for dtype in (torch.float64, torch.float32):
-            results = run_ranks(sharded, ranks, vocab, dtype, 1e-2)
+            results = run_ranks(sharded, ranks, vocab, dtype, 1e-2, change)
             assert len({loss for loss, *_ in results}) == 1  # the same bits on every rank
             for _, *errors in results:
                 assert max(errors) <= BOUND[dtype]

@@ -4,6 +4,7 @@ Each proof returns a `Proof`. A proof that raises ValueError is refused, in the 
 as it is, so that one family's defect does not end the card.
 """
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -49,7 +50,8 @@ def attempt(name: str, check: Callable[[], Proof], command: str = "") -> Proof:
 
 
 def first_words(text: str) -> str:
-    """The first sentence of a message."""
+    """The first sentence of a message, without the place of the small model."""
+    text = re.sub(r"hf:/\S*/small\b", "hf:small", text)
     line = text.strip().splitlines()[-1] if text.strip() else ""
     return line.split(". ")[0].strip()[:200]
 

@@ -18,6 +18,7 @@ import torch
 from titan_fsdp import unwrap
 from torch import Tensor, nn
 
+from titan_train.models.common.loss import LogitsChange
 from titan_train.models.parametrization import Parametrization
 
 
@@ -31,6 +32,8 @@ class Traits:
     loss_head: str | None = None
     """The linear to the vocabulary. `forward` takes `labels`, hands them to it as second argument and returns what comes back,
     so that the loss can be computed without whole logits."""
+    logits_change: LogitsChange | None = None
+    """What `forward` does to each of the head's logits, where it returns them; the loss without whole logits does it too."""
     token_wise: Sequence[str] = ()
     """Patterns of modules that map each token by itself: `activations.mlp_tiles` runs them a part of the sequence at a time."""
     windows: Sequence[int] = ()

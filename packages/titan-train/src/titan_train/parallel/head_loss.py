@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_train.models.common.loss import IGNORE_INDEX
+from titan_train.models.common.loss import IGNORE_INDEX, LogitsChange
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.models.shape import head_chunk_rows
 from titan_train.models.traits import traits_of
@@ -59,6 +59,8 @@ class LossHead(nn.Linear):
     """Where tensor parallelism has cut the vocabulary."""
     chunk_tokens: int = 0
     """As in `linear_cross_entropy_sum`."""
+    change: LogitsChange | None = None
+    """Likewise."""
 
     @classmethod
     def of(cls, linear: nn.Linear, z_loss: float = 0.0) -> "LossHead":
@@ -74,8 +76,9 @@ class LossHead(nn.Linear):
             return super().forward(input)
         bias = cast("Tensor | None", self.bias)
         return linear_cross_entropy_sum(
-            input, self.weight, labels, bias=bias, z_loss=self.z_loss, shard=self.shard, chunk_tokens=self.chunk_tokens
-        )
+            input, self.weight, labels, bias=bias, z_loss=self.z_loss, shard=self.shard, chunk_tokens=self.chunk_tokens,
+            change=self.change,
+        )  # fmt: skip
 
 
 def fuse_head_loss(part: nn.Module, *, z_loss: float, vocab_size: int) -> str | None:
@@ -113,7 +116,9 @@ def fuse_head_loss(part: nn.Module, *, z_loss: float, vocab_size: int) -> str | 
             f"{name} of {type(part).__name__} gives {head.out_features} logits for {vocab_size} tokens: some tokens could "
             "not be predicted. Give it at least as many rows as the tokenizer has tokens."
         )
-    part.set_submodule(name, LossHead.of(head, z_loss))
+    loss_head = LossHead.of(head, z_loss)
+    loss_head.change = traits_of(part).logits_change
+    part.set_submodule(name, loss_head)
     return name
 
 
@@ -155,6 +160,7 @@ def linear_cross_entropy_sum(
     z_loss: float = 0.0,
     shard: VocabShard | None = None,
     chunk_tokens: int = 0,
+    change: LogitsChange | None = None,
 ) -> Tensor:
     """Sum over valid labels of the cross-entropy of ``hidden @ weight.T + bias``, without ever holding all logits.
 
@@ -168,6 +174,7 @@ def linear_cross_entropy_sum(
         shard: Where other ranks hold other rows. All of them must make this call with the same labels; the gradient of
             ``hidden`` is then this rank's summand.
         chunk_tokens: Tokens whose logits are held at once; 0 chooses by the device.
+        change: What becomes of each logit before the loss.
 
     Returns:
         A float32 scalar in nats (float64 for float64 hidden states), the same on every rank of the shard; 0 if every
@@ -182,7 +189,7 @@ def linear_cross_entropy_sum(
             f"labels of shape {tuple(labels.shape)}: hidden states must be [B, S, {weight.shape[-1]}] and labels [B, S]. "
             "Under parallel.tp, the linear to the vocabulary must have the style 'head' in parallel.tp_plan."
         )
-    return cast(Tensor, _LinearCrossEntropy.apply(hidden, weight, bias, labels, z_loss, shard, chunk_tokens))
+    return cast(Tensor, _LinearCrossEntropy.apply(hidden, weight, bias, labels, z_loss, shard, chunk_tokens, change))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -196,12 +203,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         shard: VocabShard | None,
         chunk_tokens: int,
+        change: LogitsChange | None,
     ) -> Tensor:
-        sums = _Sums(hidden.reshape(-1, hidden.shape[-1]), weight, bias, ctx.needs_input_grad[:3], z_loss, shard)
-        flat = labels.reshape(-1)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        sums = _Sums(flat, weight, bias, ctx.needs_input_grad[:3], z_loss, shard, change)
+        wanted = labels.reshape(-1)
         step = chunk_tokens or head_chunk_rows(weight.shape[0], hidden.device.type)
-        for start in range(0, flat.shape[0], step):
-            sums.add(slice(start, start + step), flat[start : start + step])
+        for start in range(0, wanted.shape[0], step):
+            sums.add(slice(start, start + step), wanted[start : start + step])
         ctx.gradients = sums.gradients(hidden.shape)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return sums.loss
@@ -215,7 +224,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if g is None else _scaled(g, grads[0].to(g.dtype), dtype)
             for g, dtype in zip(kept, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 class _Sums:
@@ -229,7 +238,9 @@ class _Sums:
         wanted: tuple[bool, ...],
         z_loss: float,
         shard: VocabShard | None,
+        change: LogitsChange | None,
     ) -> None:
+        self._change, self._slope = change, cast("Tensor | float", 1.0)
         self._hidden, self._weight, self._bias = hidden, weight, bias
         self._z_loss, self._shard = z_loss, shard
         self._wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -247,6 +258,10 @@ class _Sums:
         logits = torch.mm(hidden, self._weight.t()) if self._bias is None else torch.addmm(
             self._bias, hidden, self._weight.t()
         )  # fmt: skip
+        if self._change is not None:
+            changed = self._change(logits.to(self._wide))
+            logits, self._slope = changed.to(logits.dtype), self._change.slope(changed)
+            del changed
         own, here = _own_labels(labels, valid, self._shard, logits.shape[-1])
         # All in float32 from here on. The largest probability is at least 1 / V, so its logarithm is exact where the
         # label's own may be that of zero.
@@ -276,6 +291,8 @@ class _Sums:
         if by_kernels:
             factor = log_of_largest.exp() if scale is None else log_of_largest.exp() * scale
             titan_fp8.softmax_gradient_(p, own, largest, factor.masked_fill(~valid, 0.0), here.to(factor.dtype))
+            if self._change is not None:
+                p.mul_(self._slope)
             self._add_products(rows, p, hidden)
             return
         if scale is not None:
@@ -290,6 +307,8 @@ class _Sums:
     def _add_gradients(self, rows: slice, p: Tensor, own: Tensor, here: Tensor, valid: Tensor) -> None:
         """``p`` becomes the gradient of the logits, but for tokens without a label, which are left out of the products."""
         p.scatter_add_(-1, own.unsqueeze(-1), -here.to(p.dtype).unsqueeze(-1))
+        if self._change is not None:
+            p *= self._slope
         hidden, mask = self._hidden[rows], valid.unsqueeze(-1)
         self._add_products(rows, p.to(hidden.dtype), hidden * mask)
         if self._of_hidden is not None:

@@ -6,6 +6,7 @@ gives a sum; the trainer divides by the number of valid labels of the whole step
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,26 @@ TokenLoss = Callable[[Tensor, Tensor], Tensor]
 
 IGNORE_INDEX = -100
 """The label of a token that is not predicted: padding, or across a document's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsChange:
+    """What a family does to each logit after its head: ``x * scale`` (Cohere, Granite), and with a cap ``cap * tanh(x / cap)`` of
+    that (Gemma 2, arXiv:2408.00118, section 2).
+    """
+
+    scale: float = 1.0
+    cap: float = 0.0
+    """0: none."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The changed logits, of any shape."""
+        scaled = logits if self.scale == 1 else logits * self.scale
+        return self.cap * torch.tanh(scaled / self.cap) if self.cap else scaled
+
+    def slope(self, changed: Tensor) -> Tensor | float:
+        """The derivative of changed logits with respect to the head's."""
+        return self.scale * (1 - (changed / self.cap).square()) if self.cap else self.scale
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0) -> Tensor:

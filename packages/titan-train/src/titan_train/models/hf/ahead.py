@@ -76,7 +76,7 @@ def add_modules(model: Any, depth: int, name: str) -> None:
             f"{asked}: the last layer of this {kind} is not attention with a feed-forward, and a module is one more such layer. "
             f"Set {DEPTH}=0."
         )
-    if model.loss_head is None:
+    if model.loss_head is None or model.logits_change is not None:
         raise ValueError(
             f"{asked}: a {kind} changes its logits after the head, and the modules' losses are computed in the head, which they "
             f"share. Set {DEPTH}=0, or use a model whose config.json does not scale or cap logits."

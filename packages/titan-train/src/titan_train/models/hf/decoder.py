@@ -7,7 +7,7 @@ all others.
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.models.common.attention import CausalAttention, document_positions, row_positions
+from titan_train.models.common.loss import LogitsChange
 from titan_train.models.common.mtp import MTPModules
 from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.tensor_styles import Style, StyleTable
@@ -28,8 +29,12 @@ from titan_train.models.hf.stage_layers import Gone, StageLayers
 from titan_train.models.hf.state import StateRows, has_state, packed_rows
 from titan_train.models.traits import traits_of
 
-_LOGITS_CHANGED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Fields of ``config.json`` by which a family changes logits after the head."""
+_LOGITS_CHANGED: Mapping[str, Callable[[float], LogitsChange]] = {
+    "final_logit_softcapping": lambda cap: LogitsChange(cap=cap),
+    "logit_scale": lambda scale: LogitsChange(scale=scale),
+    "logits_scaling": lambda by: LogitsChange(scale=1 / by),
+}
+"""Fields of ``config.json`` by which a family changes each logit after the head. `probe` compares what they say."""
 
 
 class HFModel(nn.Module):
@@ -138,7 +143,7 @@ class HFDecoder(HFModel):
     """Modules that predict tokens further ahead, which `titan_train.models.hf.ahead` adds."""
     mtp_embeddings: nn.Module | None
     changes_logits = False
-    """Whether it does more to its logits than its head, which `probe` finds out; besides what its fields say."""
+    """Whether it does more to its logits than its head and `logits_change`, which `probe` finds out."""
 
     @property
     def streams(self) -> int:
@@ -192,11 +197,15 @@ class HFDecoder(HFModel):
 
     @property
     def loss_head(self) -> str | None:
-        """See `titan_train.models.common.decoder.Decoder`; None where the family changes its logits after the head."""
-        changed = self.changes_logits or any(
-            getattr(self.config, name, None) not in (None, 1, 1.0) for name in _LOGITS_CHANGED
-        )
-        return None if changed or not self.holds_head else self.plan.head
+        """See `titan_train.models.common.decoder.Decoder`; None where the family changes its logits in ways not known here."""
+        return None if self.changes_logits or not self.holds_head else self.plan.head
+
+    @property
+    def logits_change(self) -> LogitsChange | None:
+        """See `titan_train.models.traits`."""
+        values = ((change, getattr(self.config, name, None)) for name, change in _LOGITS_CHANGED.items())
+        found = [change(value) for change, value in values if isinstance(value, int | float) and value not in (0, 1)]
+        return found[0] if len(found) == 1 else None  # of several, none: `probe` finds that logits are changed
 
     def forward(
         self,
