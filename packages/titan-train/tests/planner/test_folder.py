@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from titan_train.cli import main
@@ -12,6 +13,7 @@ from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.memory.folder import of_folder
 from titan_train.planner.memory.kept import kept_bytes
 from titan_train.planner.memory.ranks import estimate_ranks, rehearse
+from titan_train.planner.translate import setup_of_config
 
 pytest.importorskip("transformers")
 GEMMA = {
@@ -62,6 +64,29 @@ def test_stages_of_a_folder_keep_what_its_blocks_keep(name: str, stages: int) ->
     assert sum(rank.activations for rank in ranks) == pytest.approx(
         6 * 3 * whole, rel=0.1
     )  # and a head's input and mask
+
+
+def test_whole_logits_are_counted_where_the_loss_takes_them(name: str, tmp_path: Path) -> None:
+    other = tmp_path / "gpt2"
+    other.mkdir()
+    fields = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 32_768,
+        "n_embd": 64,
+        "n_layer": 2,
+    }
+    (other / "config.json").write_text(json.dumps({**fields, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0}))
+    common = ["--model.seq_len", "512", "--train.microbatch", "4", "--train.global_batch", "4", "--train.dtype", "bf16"]
+    words = ["--model.name", f"hf:{other}", *common, "--parallel.mode", "fsdp"]
+    config = load_config("debug", words)
+    plan, model = plan_run(config, 1), build_model(config.model, vocab_size=None)
+    (rank,) = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None)
+    logits = 4 * 512 * 32_768
+    assert rank.memory.parts["logits"] + rank.activations > 12 * logits  # copies in bf16 and float32, their gradient
+    assert setup_of_config(config, 1).loss == "eager"
+    capped = load_config("debug", ["--model.name", name, *common])  # in a way that is known
+    assert setup_of_config(capped, 1).loss == "chunked"
 
 
 def test_scores_that_are_written_take_time(name: str) -> None:

@@ -90,6 +90,11 @@ def unplanned_degrees(name: str) -> dict[str, int]:
     return {axis: 1 for axis in lacking if axis != "sp"}
 
 
+def returns_logits(name: str) -> bool:
+    """Whether the loss is computed from whole logits whatever ``train.fused_loss`` says: a folder's whose family has no plan."""
+    return name.startswith(PREFIX) and read_published(name, key="MODEL").get("model_type") not in hf_plans()
+
+
 def is_diffusion(name: str) -> bool:
     """Whether a shipped or registered configuration is a diffusion transformer."""
     return name in list_models() and find_model(name)[0].task == "diffusion"

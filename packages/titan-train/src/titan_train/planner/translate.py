@@ -5,8 +5,8 @@ import math
 
 from titan_train.config import Config
 from titan_train.planner.cost.schedules import stages_of
-from titan_train.planner.setup import Setup
-from titan_train.planner.shapes import is_diffusion
+from titan_train.planner.setup import Loss, Setup
+from titan_train.planner.shapes import is_diffusion, returns_logits
 
 
 def setup_of_config(config: Config, gpus: int) -> Setup:
@@ -57,7 +57,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         fused_norms=config.launch.device != "cpu",
         async_tp=p.async_tp,
         cp_method=_cp_method(config),  # type: ignore[arg-type]
-        loss="chunked" if config.train.fused_loss else "compiled" if config.compile.enabled else "eager",
+        loss=_loss(config),
         offload_activations=1.0 if config.activations.offload else 0.0,
         offload_optimizer=1.0 if p.offload != "none" else 0.0,
         state_bytes=config.state_bytes,
@@ -65,6 +65,12 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         states=config.optimizer.states,
         grad_bytes=4 if p.reduce_dtype == "fp32" else 2,
     )
+
+
+def _loss(config: Config) -> Loss:
+    if returns_logits(config.model.name):
+        return "eager"
+    return "chunked" if config.train.fused_loss else "compiled" if config.compile.enabled else "eager"
 
 
 def _cp_method(config: Config) -> str:

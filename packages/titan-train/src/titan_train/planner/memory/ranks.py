@@ -320,7 +320,8 @@ class RankProgram:
 
     def _setup(self) -> Setup:
         spec = self.layout.spec
-        return setup_of_config(self.config, spec.pp * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp)
+        setup = setup_of_config(self.config, spec.pp * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp)
+        return setup if traits_of(self.whole).loss_head is not None else setup.changed(loss="eager")
 
     def of_blocks(self) -> int:
         """Bytes that a micro-batch of the whole model leaves in its blocks."""

@@ -17,6 +17,7 @@ from titan_train.planner.cost.constants import Constants
 from titan_train.planner.cost.schedules import schedules_for
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.setup import Precision, Setup, Stack, States
+from titan_train.planner.shapes import returns_logits
 
 _LEAST_TOKENS = 1024
 _STAGES = (2, 4)
@@ -125,7 +126,7 @@ def base_setup(request: PlanRequest) -> Setup:
         stack=request.stack,
         sharding="zero1" if te else "fsdp",
         dispatcher="hybridep" if te else "alltoall",
-        loss="fused" if te else "chunked",
+        loss="fused" if te else "eager" if returns_logits(request.shape.name) else "chunked",
         imbalance=1.1 if request.shape.moe else 1.0,
         weight_bytes=request.weight_bytes,
         state_bytes=request.state_bytes,
