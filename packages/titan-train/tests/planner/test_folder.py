@@ -76,7 +76,9 @@ def test_whole_logits_are_counted_where_the_loss_takes_them(name: str, tmp_path:
         "n_embd": 64,
         "n_layer": 2,
     }
-    (other / "config.json").write_text(json.dumps({**fields, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0}))
+    (other / "config.json").write_text(
+        json.dumps({**fields, "n_head": 4, "n_positions": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0})
+    )
     common = ["--model.seq_len", "512", "--train.microbatch", "4", "--train.global_batch", "4", "--train.dtype", "bf16"]
     words = ["--model.name", f"hf:{other}", *common, "--parallel.mode", "fsdp"]
     config = load_config("debug", words)

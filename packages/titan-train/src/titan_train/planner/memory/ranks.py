@@ -29,6 +29,7 @@ from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.hf.cut import sort_of
+from titan_train.models.hf.folder import PREFIX
 from titan_train.models.hf.stage_layers import StageLayers
 from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import ModelShape
@@ -55,6 +56,7 @@ from titan_train.planner.memory.rehearsed import (
     rehearse_activation_checkpointing,
 )
 from titan_train.planner.setup import Setup
+from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import setup_of_config
 from titan_train.task import load_task, task_name
 
@@ -277,9 +279,10 @@ class RankProgram:
         gathered = at_end if self.layout.spec.pp > 1 else most([h.peak_before_end for h in held])
         if self.mode == "none":  # no wrapper gathers anything, and gradients are added in place
             gathered = at_end = 0.0
-        if self._is_known():
+        shape = self._shape() if self._is_known() else self._published_shape()
+        if shape is not None:
             counted |= {"gathered": gathered, "gathered at end": at_end}
-            memory = rank_peak(self._shape(), self._setup(), first=first, head=head, counted=counted)
+            memory = rank_peak(shape, self._setup(), first=first, head=head, counted=counted)
         else:
             ends = at_end > gathered + activations
             parts = counted | {"workspace": WORKSPACE, "gathered": at_end if ends else gathered}
@@ -317,6 +320,13 @@ class RankProgram:
     def _shape(self) -> ModelShape:
         name = self.config.model.name
         return find_model(name)[0].shape(self.whole.args, name)
+
+    def _published_shape(self) -> ModelShape | None:
+        """What ``config.json`` of a folder tells of its shape: enough for what blocks and the loss work in."""
+        try:
+            return shape_of_config(self.config) if self.config.model.name.startswith(PREFIX) else None
+        except ValueError:
+            return None
 
     def _setup(self) -> Setup:
         spec = self.layout.spec
