@@ -209,6 +209,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         sums = _Sums(flat, weight, bias, ctx.needs_input_grad[:3], z_loss, shard, change)
         wanted = labels.reshape(-1)
         step = chunk_tokens or head_chunk_rows(weight.shape[0], hidden.device.type)
+        if change is not None and change.cap and not chunk_tokens:  # whose slopes are further chunks, in float32
+            step = max(64, step // 4)
         for start in range(0, wanted.shape[0], step):
             sums.add(slice(start, start + step), wanted[start : start + step])
         ctx.gradients = sums.gradients(hidden.shape)
@@ -259,9 +261,7 @@ class _Sums:
             self._bias, hidden, self._weight.t()
         )  # fmt: skip
         if self._change is not None:
-            changed = self._change(logits.to(self._wide))
-            logits, self._slope = changed.to(logits.dtype), self._change.slope(changed)
-            del changed
+            logits, self._slope = self._change.with_slope(logits, self._wide)
         own, here = _own_labels(labels, valid, self._shard, logits.shape[-1])
         # All in float32 from here on. The largest probability is at least 1 / V, so its logarithm is exact where the
         # label's own may be that of zero.

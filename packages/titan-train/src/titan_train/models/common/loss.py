@@ -35,9 +35,14 @@ class LogitsChange:
         scaled = logits if self.scale == 1 else logits * self.scale
         return self.cap * torch.tanh(scaled / self.cap) if self.cap else scaled
 
-    def slope(self, changed: Tensor) -> Tensor | float:
-        """The derivative of changed logits with respect to the head's."""
-        return self.scale * (1 - (changed / self.cap).square()) if self.cap else self.scale
+    def with_slope(self, logits: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor | float]:
+        """The changed logits, computed in ``wide``, and their derivative with respect to ``logits``, whose memory is used."""
+        scaled = logits.to(wide).mul_(self.scale)
+        if not self.cap:
+            return scaled.to(logits.dtype), self.scale
+        of_cap = scaled.div_(self.cap).tanh_()
+        changed = (of_cap * self.cap).to(logits.dtype)
+        return changed, of_cap.square_().neg_().add_(1).mul_(self.scale)
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0) -> Tensor:
