@@ -66,6 +66,28 @@ def test_stages_of_a_folder_keep_what_its_blocks_keep(name: str, stages: int) ->
     )  # and a head's input and mask
 
 
+EXPERTS = {
+    "model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "vocab_size": 256, "hidden_size": 128, "intermediate_size": 64,
+    "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("ep", [1, 4])
+def test_experts_over_ranks_keep_what_they_exchange(recompute: str, ep: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    name = f"hf:{tmp_path}"
+    words = ["--model.name", name, "--model.seq_len", "1024", "--train.microbatch", "2", "--train.global_batch", "8"]
+    words += ["--train.dtype", "bf16", "--activations.checkpoint", recompute, "--parallel.ep", str(ep)]
+    config = load_config("debug", words)
+    plan, model = plan_run(config, 4), build_model(config.model, vocab_size=None)
+    ranks = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None)
+    setup = replace(setup_of_config(config, 4), stack="eager")
+    found = kept_bytes(of_folder(find_shape(name), name, {}), setup)
+    assert found == pytest.approx(ranks[0].activations, rel=0.12)  # the embedding's and the head's beside it
+
+
 def test_whole_logits_are_counted_where_the_loss_takes_them(name: str, tmp_path: Path) -> None:
     other = tmp_path / "gpt2"
     other.mkdir()

@@ -65,12 +65,19 @@ def _speedup(tokens: int, inputs: int, outputs: int, recipe: str, stack: str) ->
 def kept_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes of one microbatch on one rank, for all blocks; of a DiT also those of its last layer."""
     if shape.kept is not None and not setup.te:
-        return shape.num_layers * shape.kept(setup)
-    blocks = _memo(shape, setup, "kept", lambda block, at: block.count * block_bytes(block, shape.dim, setup, at), sum)
+        counted = shape.num_layers * shape.kept(setup)
+        if setup.ep > 1 and shape.moe:  # counted on one rank, where nothing of its experts' exchange is kept
+            counted += _of_blocks(shape, setup) - _of_blocks(shape, replace(setup, ep=1))
+        return counted
+    blocks = _of_blocks(shape, setup)
     if not any(block.modulation for block in shape.blocks):
         return blocks
     at = tokens_of(setup)
     return blocks + 3 * at.element * at.whole * shape.dim  # its input, normalized, modulated
+
+
+def _of_blocks(shape: ModelShape, setup: Setup) -> float:
+    return _memo(shape, setup, "kept", lambda block, at: block.count * block_bytes(block, shape.dim, setup, at), sum)
 
 
 def working_bytes(shape: ModelShape, setup: Setup) -> float:
