@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_ckpt.format.boxes import Box
 from titan_ckpt.format.names import ITEM_BYTES, parse_object
-from titan_ckpt.interop.views import HalfBytesView, Mxfp4View, RefusedView, ScaledView, View
+from titan_ckpt.interop.views import MX_GROUP, HalfBytesView, Mxfp4View, RefusedView, ScaledView, View
 from titan_ckpt.storage.files import links_out
 
 HF_INDEX_NAME = "model.safetensors.index.json"
@@ -24,7 +24,6 @@ _DEFAULT_SCALE_BLOCK = (128, 128)
 # The scales of NAME.weight: weight_scale_inv is DeepSeek-V3's name, weight_scale compressed-tensors', scale DeepSeek-V4's.
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
 _MX_BLOCKS, _MX_SCALES = "_blocks", "_scales"
-_MX_GROUP = 32
 _SCALE = ".scale"
 _QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8")
 _SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
@@ -154,7 +153,7 @@ def _scale_names(key: str) -> tuple[str, ...]:
 def _scaled(key: str, view: View, name: str, stored: Mapping[str, View], block: tuple[int, int]) -> View:
     scales = stored[name]
     halves = _is_half_bytes(view, scales)
-    known = (1, _MX_GROUP) if halves else _known_block(view.shape, scales.shape, block)
+    known = (1, MX_GROUP) if halves else _known_block(view.shape, scales.shape, block)
     if f"{key}_zero_point" in stored:
         return _refused(key, view, f"{key + '_zero_point'!r} beside it says that it is not symmetric")
     if scales.dtype not in _SCALE_DTYPES:
@@ -173,7 +172,7 @@ def _is_half_bytes(view: View, scales: View) -> bool:
     """Whether a matrix is of 4-bit values, with a power of two for every 32 of a row (DeepSeek-V4's experts)."""
     if view.dtype != "I8" or len(view.shape) != 2 or scales.dtype != "F8_E8M0":
         return False
-    return scales.shape == (view.shape[0], -(-2 * view.shape[1] // _MX_GROUP))
+    return scales.shape == (view.shape[0], -(-2 * view.shape[1] // MX_GROUP))
 
 
 def _mxfp4(name: str, blocks: View, scales: View | None) -> View:

@@ -255,23 +255,22 @@ class Mxfp4View(View):
 
     def __init__(self, blocks: View, scales: View) -> None:
         experts, rows, groups, _ = blocks.shape
-        super().__init__("BF16", (experts, _MX_GROUP * groups, rows))
+        super().__init__("BF16", (experts, MX_GROUP * groups, rows))
         self.blocks, self.scales = blocks, scales
 
     def needs(self, box: Box) -> list[tuple[View, Box]]:
         (expert, column, row), (experts, columns, rows) = box
-        group = column // _MX_GROUP
-        groups = -(-(column + columns) // _MX_GROUP) - group
+        group = column // MX_GROUP
+        groups = -(-(column + columns) // MX_GROUP) - group
         held = (expert, row, group), (experts, rows, groups)
-        return [(self.blocks, ((*held[0], 0), (*held[1], _MX_GROUP // 2))), (self.scales, held)]
+        return [(self.blocks, ((*held[0], 0), (*held[1], MX_GROUP // 2))), (self.scales, held)]
 
     def fill(self, box: Box, into: Tensor) -> None:
-        first = box[0][1] % _MX_GROUP
+        first = box[0][1] % MX_GROUP
         for place in range(box[1][0]):  # one matrix at a time in float32
             one = (box[0][0] + place, *box[0][1:]), (1, *box[1][1:])
             codes, exponents = (read_box(view, stored) for view, stored in self.needs(one))
-            both = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-            values = torch.ldexp(_E2M1[both.int()], exponents.int().unsqueeze(-1) - 127).flatten(-2)
+            values = torch.ldexp(_of_halves(codes), exponents.int().unsqueeze(-1) - 127).flatten(-2)
             into[place].copy_(values[0].narrow(-1, first, box[1][1]).t())
 
 
@@ -289,11 +288,16 @@ class HalfBytesView(View):
 
     def fill(self, box: Box, into: Tensor) -> None:
         codes = read_box(*self.needs(box)[0]).view(torch.uint8)
-        both = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-        into.copy_(_E2M1[both.int()].narrow(-1, box[0][1] % 2, box[1][1]))
+        into.copy_(_of_halves(codes).narrow(-1, box[0][1] % 2, box[1][1]))
 
 
-_MX_GROUP = 32
+def _of_halves(codes: Tensor) -> Tensor:
+    """The two values in each byte, ``[..., C]`` uint8 to ``[..., 2 C]``."""
+    return _E2M1[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).int()]
+
+
+MX_GROUP = 32
+"""Values that share an exponent."""
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 """The value of each code."""
 

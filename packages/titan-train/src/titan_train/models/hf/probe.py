@@ -38,8 +38,9 @@ _TOKENS = 32
 _PARAMETERS = 200_000_000
 """A cut with more is not tried: it would take longer than a moment."""
 _CLOSE = 1e-3
-_ROUNDING = 1e-5
 """Of the spread of what is compared, in float32; a leak is above a hundredth."""
+_ROUNDING = 1e-5
+"""Likewise, of logits that are changed one by one."""
 
 
 def probe(model: HFModel, name: str, *, packed: bool, staged: bool, drawn: bool) -> None:
