@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from titan_testing import RankFailure, RankTimeout, assert_close, run_ranks
+from titan_testing import RankFailure, RankTimeout, assert_close, ranks, run_ranks
 
 
 def all_reduce_rank(scale):
@@ -50,6 +50,27 @@ def test_ranks_reduce_and_results_come_back_in_rank_order(n):
 def test_the_first_failing_rank_is_the_error():
     with pytest.raises(RankFailure, match=r"rank 1 of 4 failed first:(.|\n)*ValueError: bad luck on 1"):
         run_ranks(raise_on, 4, 1)
+
+
+def test_ranks_that_gloo_could_not_connect_start_once_more(monkeypatch):
+    starts = []
+
+    def start(*arguments):
+        starts.append(arguments)
+        if len(starts) in failing:
+            raise ranks._NotConnected("rank 0 of 2 failed first: connectFullMesh")
+        return really(*arguments)
+
+    really, failing = ranks._start, {1}
+    monkeypatch.setattr(ranks, "_start", start)
+    assert [rank for rank, _ in run_ranks(all_reduce_rank, 2, 1.0)] == [0, 1]
+    assert starts[0] == starts[1]
+    failing = {3, 4}
+    with pytest.raises(RankFailure, match="connectFullMesh"):
+        run_ranks(all_reduce_rank, 2, 1.0)
+    with pytest.raises(RankFailure, match="bad luck"):  # a rank that raises is not started again
+        run_ranks(raise_on, 2, 1)
+    assert len(starts) == 5
 
 
 def test_a_hang_ends_at_the_limit_with_every_stack():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from titan_testing import run_ranks
+from titan_testing.held_bytes import held_bytes
 from titan_train.config import ActivationsConfig
 from titan_train.models import Llama, LlamaArgs
 from titan_train.parallel.activations.recompute import KeepCostly, apply_activation_checkpointing, check_patterns
@@ -37,10 +38,7 @@ def run(config):
     model = Llama(ARGS)
     apply_activation_checkpointing(model, blocks_of(model), config)
     tokens = torch.randint(128, (4, 128))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        loss = model(tokens).square().sum()
-    # bytes allocated less bytes freed: what forward leaves for backward
-    held = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    loss, held = held_bytes(lambda: model(tokens).square().sum())
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     with Calls() as calls:

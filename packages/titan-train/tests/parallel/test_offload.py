@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from titan_testing.held_bytes import held_bytes
 from titan_train.config import ActivationsConfig
 from titan_train.models import Llama, LlamaArgs
 from titan_train.parallel.activations import offload
@@ -39,9 +40,8 @@ def run(checkpoint, copies=None):
     if copies is not None:
         offload_activations(blocks[:-1], lambda tensor: copies)
     rows = [torch.randint(64, (2, 64)) for _ in range(2)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        losses = [model(row).square().sum() for row in rows]  # as a pipeline has them, forward after forward
-    held = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    # as a pipeline has them, forward after forward
+    losses, held = held_bytes(lambda: [model(row).square().sum() for row in rows])
     for loss in reversed(losses):
         loss.backward()
     return [loss.detach() for loss in losses], {n: p.grad for n, p in model.named_parameters()}, held

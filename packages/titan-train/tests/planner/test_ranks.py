@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from titan_testing import run_ranks
+from titan_testing.held_bytes import held_bytes
 from titan_train.config import ActivationsConfig, load_config
 from titan_train.inputs import prepare_inputs
 from titan_train.launch.validate import decided_by_arguments, validate, validate_arguments
@@ -217,9 +218,7 @@ def test_a_rehearsal_keeps_what_real_checkpointing_keeps(config):
     torch.manual_seed(0)
     real = Llama(args)
     apply_activation_checkpointing(real, blocks_of(real), config)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        loss = run(real)
-    held = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    loss, held = held_bytes(lambda: run(real))
     rehearsed = Llama(args)
     rehearsed.load_state_dict(real.state_dict())
     rehearse_activation_checkpointing(rehearsed, blocks_of(rehearsed), config)

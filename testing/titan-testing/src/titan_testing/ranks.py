@@ -11,6 +11,9 @@ function, and sends back its value. It ends with barrier, destroy, then exit: gl
 (torch issue 190489). The parent waits with a deadline. If a rank raises, its traceback is the error of the call and
 the other ranks are ended; if the deadline passes, every rank's Python stack is in the error.
 
+Where gloo itself could not connect the ranks (a port of another process's), before any of the function ran, they are
+started once more.
+
 Limits: the function must be importable by name at module level, since the rank finds it by its file and name; its
 arguments and result travel by pickle (tensors are fine: they travel by value).
 """
@@ -88,8 +91,19 @@ def run_ranks(
         RankFailure: A rank raised or died.
         RankTimeout: The time is over.
     """
-    context = _context()
     task = pickle.dumps((_locate(fn), args, kwargs))
+    try:
+        return _start(n, task, timeout_s, init, allow_death)
+    except _NotConnected:
+        return _start(n, task, timeout_s, init, allow_death)
+
+
+class _NotConnected(RankFailure):
+    """Gloo's ranks did not reach one another."""
+
+
+def _start(n: int, task: bytes, timeout_s: float, init: bool, allow_death: bool) -> list[Any]:
+    context = _context()
     with tempfile.TemporaryDirectory(prefix="titan-ranks-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(n)]
         # Only what pickles by reference goes through Process: the task itself travels as bytes.
@@ -123,7 +137,7 @@ def _collect(
     """Wait for every rank's result; the first failure ends the others after a short grace."""
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
-    failures: list[tuple[float, int, str]] = []
+    failures: list[tuple[float, int, str, type[RankFailure]]] = []
     waiting = dict(enumerate(receivers))
     while waiting:
         left = deadline - time.monotonic()
@@ -147,14 +161,14 @@ def _collect(
             if kind == "ok":
                 results[rank] = _load(payload)
             else:
-                failures.append((when, rank, payload))
+                failures.append((when, rank, payload, _NotConnected if kind == "not connected" else RankFailure))
                 # The others often fail as a consequence. Give them a moment: the earliest failure is the cause.
                 deadline = min(deadline, time.monotonic() + 1.0)
     if failures:
-        _, rank, text = min(failures)
-        others = sorted(r for _, r, _ in failures if r != rank)
+        _, rank, text, error = min(failures, key=lambda failure: failure[:2])
+        others = sorted(failure[1] for failure in failures if failure[1] != rank)
         after = f"\n(ranks {others} failed after it)" if others else ""
-        raise RankFailure(f"rank {rank} of {len(receivers)} failed first:\n{text}{after}")
+        raise error(f"rank {rank} of {len(receivers)} failed first:\n{text}{after}")
     for process in processes:
         process.join(timeout=10)
     return [results[rank] for rank in range(len(receivers))]
@@ -186,11 +200,12 @@ def _rank_main(rank: int, n: int, folder: str, task: bytes, sender: Any, timeout
         GLOO_SOCKET_IFNAME="lo",
         TITAN_TEST_STORE=store,
     )
-    code = 0
+    code, step = 0, "error"
     try:
         locator, args, kwargs = pickle.loads(task)
         fn = _resolve(*locator)
         if init:
+            step = "not connected"
             dist.init_process_group(
                 "gloo",
                 store=dist.FileStore(store, n),  # pyright: ignore[reportPrivateImportUsage]
@@ -198,13 +213,14 @@ def _rank_main(rank: int, n: int, folder: str, task: bytes, sender: Any, timeout
                 world_size=n,
                 timeout=datetime.timedelta(seconds=timeout_s),
             )
+            step = "error"
         value = fn(*args, **kwargs)
         message = ("ok", time.time(), _dump(value))
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
     except BaseException:  # a rank reports everything, SystemExit too; the parent raises it
-        message = ("error", time.time(), traceback.format_exc())
+        message = (step, time.time(), traceback.format_exc())
         code = 1
     sender.send_bytes(pickle.dumps(message))
     sender.close()
