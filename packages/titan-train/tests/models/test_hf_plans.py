@@ -8,7 +8,8 @@ import pytest
 import torch
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model
-from titan_train.models.hf.plans import HF_PLANS, HFPlan, hf_plans
+from titan_train.models.hf.plan import HFPlan
+from titan_train.models.hf.plans import HF_PLANS, hf_plans
 
 MODULE = """
 import dataclasses

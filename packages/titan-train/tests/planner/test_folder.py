@@ -11,7 +11,7 @@ from titan_train.models import build_model
 from titan_train.parallel.layout.run import plan_run
 from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.memory.folder import of_folder
-from titan_train.planner.memory.kept import kept_bytes
+from titan_train.planner.memory.kept import kept_bytes, working_bytes
 from titan_train.planner.memory.ranks import estimate_ranks, rehearse
 from titan_train.planner.translate import setup_of_config
 
@@ -47,6 +47,32 @@ def test_a_folders_blocks_are_counted_on_its_own_module(name: str) -> None:
     assert kept_bytes(shape, again) == 6 * 2048 * 64 * 2  # each block's input
     both = (kept_bytes(shape, again) + kept_bytes(shape, setup)) / 2
     assert kept_bytes(shape, replace(again, recompute_share=0.5)) == pytest.approx(both)
+
+
+COMPILED = {
+    "none": (1, []),
+    "selective": (1, ["--activations.checkpoint", "selective"]),
+    "none, tp": (2, ["--parallel.tp", "2"]),
+    "none, float8": (1, ["--float8.recipe", "tensorwise", "--float8.min_speedup", "0"]),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_a_compiled_folder_is_planned_as_it_is_rehearsed(name: str, case: str) -> None:
+    """The plan's count of the blocks, and the peak of the rehearsal, whose blocks compute again what the plan says."""
+    devices, more = COMPILED[case]
+    words = ["--model.name", name, "--model.seq_len", "1024", "--train.microbatch", "2", "--train.global_batch", "4"]
+    words += ["--train.dtype", "bf16", "--parallel.mode", "fsdp", "--compile.enabled", "true", *more]
+    config = load_config("debug", words)
+    (rank,), setup = rehearse(config, devices), setup_of_config(config, devices)
+    assert not rank.left_out
+    shape = of_folder(find_shape(name), name, {})
+    masks = 2 * 2 * 1024 * 1024 * 4  # of whole rows and of windows, in float32; the ends keep a little beside
+    assert kept_bytes(shape, setup) + masks == pytest.approx(
+        rank.activations, rel=0.05 if case == "selective" else 0.015
+    )
+    if case == "selective":
+        assert rank.memory.parts["block working set"] == working_bytes(shape, setup) > 2 * kept_bytes(shape, setup) / 6
 
 
 @pytest.mark.parametrize("stages", [2, 3])

@@ -18,7 +18,8 @@ from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import table_for
 from titan_train.planner.memory.kept import block_bytes, tokens_of
 from titan_train.planner.memory.peak import block_shares, chunked_loss, memory_peak
-from titan_train.planner.memory.ranks import estimate_ranks, pretended_groups
+from titan_train.planner.memory.ranks import estimate_ranks
+from titan_train.planner.memory.rehearsed import pretended_groups
 from titan_train.planner.setup import Setup
 from titan_train.planner.shapes import find_shape, shape_of_config
 from titan_train.planner.translate import setup_of_config

@@ -74,7 +74,7 @@ class Traits:
     published: Mapping[str, Any] | None = None
     """Of a model of transformers: the content of its `config.json`. Set by titan-train, like the next three."""
     plan: Any = None
-    """Of a model of transformers: its family's `titan_train.models.hf.plans.HFPlan`."""
+    """Of a model of transformers: its family's `titan_train.models.hf.plan.HFPlan`."""
     lora: Any = None
     """Of a model of transformers: peft's configuration of its adapters."""
     own_family: Any = None

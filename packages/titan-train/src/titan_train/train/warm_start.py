@@ -23,7 +23,7 @@ from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
 from titan_train.models.hf.folder import PREFIX, folder_of, read_published
 from titan_train.models.hf.names import as_files_have, unread
-from titan_train.models.hf.plans import HFPlan
+from titan_train.models.hf.plan import HFPlan
 from titan_train.models.registry import family_of
 from titan_train.models.traits import traits_of
 from titan_train.parallel.tied import parameter_names, tied_to_first

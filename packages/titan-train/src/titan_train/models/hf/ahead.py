@@ -17,7 +17,7 @@ from titan_train.models.common.attention import CausalAttention
 from titan_train.models.common.mtp import MTPModule, MTPModules
 from titan_train.models.common.tensor_styles import Style, StyleTable, with_mtp
 from titan_train.models.hf.folder import DEPTH
-from titan_train.models.hf.plans import HFPlan
+from titan_train.models.hf.plan import HFPlan
 from titan_train.models.hf.stage_layers import StageLayers
 from titan_train.models.hf.state import has_state
 from titan_train.models.traits import traits_of

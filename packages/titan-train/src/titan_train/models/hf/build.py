@@ -14,7 +14,8 @@ from titan_train.models.common.moe.routed import RoutedExperts, StackedExperts
 from titan_train.models.hf.ahead import add_modules
 from titan_train.models.hf.folder import folder_of, read_published, split_depth, with_changes
 from titan_train.models.hf.names import SplitConvolution, separate_experts
-from titan_train.models.hf.plans import STACKED, HFPlan, hf_plans
+from titan_train.models.hf.plan import STACKED, HFPlan
+from titan_train.models.hf.plans import hf_plans
 from titan_train.trust import refuse_foreign_code
 from titan_train.values import did_you_mean
 

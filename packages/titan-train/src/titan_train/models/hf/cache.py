@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from titan_train.models.hf.attention import MASKED, NAME
-from titan_train.models.hf.plans import HFPlan
+from titan_train.models.hf.plan import HFPlan
 from titan_train.models.hf.state import has_state
 from titan_train.models.traits import traits_of
 

@@ -24,7 +24,7 @@ from titan_train.models.hf.attention import CONTEXT, WindowedContext, window_mas
 from titan_train.models.hf.family import HFFamily, HFModelArgs, family_of_model
 from titan_train.models.hf.lora import fill_adapter
 from titan_train.models.hf.names import key_map_of
-from titan_train.models.hf.plans import HFPlan, without_dense_region
+from titan_train.models.hf.plan import HFPlan, without_dense_region
 from titan_train.models.hf.stage_layers import Gone, StageLayers
 from titan_train.models.hf.state import StateRows, has_state, packed_rows
 from titan_train.models.traits import traits_of

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from titan_train.models.common.hf import published_mtp
 from titan_train.models.common.moe.routed import RoutedExperts, StackedExperts
 from titan_train.models.hf.lora import BASE
-from titan_train.models.hf.plans import STACKED, HFPlan
+from titan_train.models.hf.plan import STACKED, HFPlan
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _IGNORED = (r".*rotary_emb\.inv_freq", r".*\.(?:attention|attn)\.(?:masked_)?bias")

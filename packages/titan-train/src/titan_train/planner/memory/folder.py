@@ -1,12 +1,14 @@
 """A Hugging Face folder's own module in the account: what its blocks keep is counted on fake tensors.
 
 A block of transformers takes norms and rotary positions apart, and where its attention is not fused it keeps the scores:
-several times what our block of the same widths does. It is counted eagerly, for one sequence, as tensor parallelism cuts it; a
-compiled block keeps less, so such a plan errs on the safe side.
+several times what our block of the same widths does. It is counted eagerly, for one sequence, as tensor parallelism cuts it. Of
+a compiled run, what torch's partitioner leaves on one rank of it is counted once for each recomputation, and ranks of tensor
+parallelism are given the same share of their eager count: tracing each degree would take seconds more.
 """
 
+import json
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from titan_train.config import Config, load_config
@@ -14,7 +16,8 @@ from titan_train.models.build import build_model
 from titan_train.models.shape import ModelShape
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.structure import blocks_of
-from titan_train.planner.memory.ranks import RankProgram, pretended_groups
+from titan_train.planner.memory.ranks import RankProgram
+from titan_train.planner.memory.rehearsed import pretended_groups
 from titan_train.planner.setup import Setup
 
 _LINEAR = 1024
@@ -22,7 +25,9 @@ _LINEAR = 1024
 
 
 class FolderBlocks:
-    """Counts what the blocks of a folder's module keep; each recomputation, length and degree of tensor parallelism once."""
+    """Counts what the blocks of a folder's module keep; each recomputation, length and degree of tensor parallelism once, and
+    each recomputation once more as it is compiled.
+    """
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         """Nothing is built before it is asked for.
@@ -32,7 +37,7 @@ class FolderBlocks:
             args: ``model.args``, the changes of its configuration.
         """
         self._name, self._args = name, args
-        self._found: dict[tuple[str, int, int], float] = {}
+        self._found: dict[tuple[str, int, int, bool], float] = {}
 
     def __call__(self, setup: Setup) -> float:
         """Bytes that one block keeps of one microbatch on one rank; the mean of all blocks."""
@@ -44,14 +49,23 @@ class FolderBlocks:
     def _kept(self, recompute: str, setup: Setup) -> float:
         tokens = setup.seq_len // setup.cp
         counted = min(tokens, _LINEAR) if self.fused_attention else tokens  # without scores, each token keeps as much
-        key = recompute, counted, setup.tp
+        kept = self._each(recompute, counted, setup.tp)
+        if (
+            setup.stack == "compile" and recompute != "full"
+        ):  # which leaves a block's input, however it is computed again
+            kept *= self._each(recompute, counted, 1, compiled=True) / self._each(recompute, counted, 1)
+        return kept * tokens / counted * setup.microbatch
+
+    def _each(self, recompute: str, tokens: int, tp: int, *, compiled: bool = False) -> float:
+        """Bytes of one sequence, the mean of all blocks."""
+        key = recompute, tokens, tp, compiled
         if key not in self._found:
             try:
                 found = float(self._of_blocks(*key))
             except ValueError:  # so many ranks cannot share its heads: a search may ask all the same
-                found = self._of_blocks(recompute, counted, 1) / setup.tp
+                found = self._of_blocks(recompute, tokens, 1, compiled) / tp
             self._found[key] = found / len(blocks_of(self._model))
-        return self._found[key] * tokens / counted * setup.microbatch
+        return self._found[key]
 
     @property
     def fused_attention(self) -> bool:
@@ -62,17 +76,17 @@ class FolderBlocks:
     def _model(self) -> Any:
         return build_model(self._config("none", 64).model, vocab_size=None)
 
-    def _config(self, recompute: str, seq_len: int, tp: int = 1) -> Config:
+    def _config(self, recompute: str, seq_len: int, tp: int = 1, compiled: bool = False) -> Config:
         given = {
             "model.name": self._name, "model.seq_len": seq_len, "train.global_batch": 1, "train.microbatch": 1,
             "train.dtype": "bf16", "activations.checkpoint": recompute, "parallel.mode": "fsdp", "parallel.tp": tp,
-            "launch.nproc": tp, "launch.device": "cpu", "compile.enabled": "false",
+            "launch.nproc": tp, "launch.device": "cpu", "compile.enabled": str(compiled).lower(),
         }  # fmt: skip
         config = load_config("debug", [word for key, value in given.items() for word in (f"--{key}", str(value))])
         return replace(config, model=replace(config.model, args=self._args))
 
-    def _of_blocks(self, recompute: str, seq_len: int, tp: int) -> int:
-        config = self._config(recompute, seq_len, tp)
+    def _of_blocks(self, recompute: str, seq_len: int, tp: int, compiled: bool) -> int:
+        config = self._config(recompute, seq_len, tp, compiled)
         plan = plan_run(config, tp)
         with pretended_groups(tp) as (group,):
             rank = RankProgram(config, plan.layout, plan.mode, plan.batch, self._model, group, None, closed_form=False)
@@ -80,10 +94,15 @@ class FolderBlocks:
 
 
 def of_folder(shape: ModelShape, name: str, args: dict[str, Any]) -> ModelShape:
-    """The shape with the memory, and the attention, of its folder's own module."""
-    found = FolderBlocks(name, args)
+    """The shape with the memory, and the attention, of its folder's own module. What was counted of a folder is kept."""
+    found = _counts(name, json.dumps(args, sort_keys=True))
     fused = found.fused_attention
     blocks = tuple(
         replace(block, attention=block.attention and replace(block.attention, fused=fused)) for block in shape.blocks
     )
     return replace(shape, blocks=blocks, kept=found)
+
+
+@cache
+def _counts(name: str, args: str) -> FolderBlocks:
+    return FolderBlocks(name, json.loads(args))

@@ -66,8 +66,9 @@ def kept_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes of one microbatch on one rank, for all blocks; of a DiT also those of its last layer."""
     if shape.kept is not None and not setup.te:
         counted = shape.num_layers * shape.kept(setup)
-        if setup.ep > 1 and shape.moe:  # counted on one rank, where nothing of its experts' exchange is kept
-            counted += _of_blocks(shape, setup) - _of_blocks(shape, replace(setup, ep=1))
+        as_counted = replace(setup, precision="bf16", ep=1)  # on one rank, where nothing of experts' exchange is kept
+        if setup.float8 or (setup.ep > 1 and shape.moe):
+            counted += _of_blocks(shape, setup) - _of_blocks(shape, as_counted)
         return counted
     blocks = _of_blocks(shape, setup)
     if not any(block.modulation for block in shape.blocks):
@@ -84,7 +85,9 @@ def working_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes of one block's backward: what it recomputes, and the gradients on both sides of its widest operator."""
 
     def working(block: Block, at: RankTokens) -> float:
-        if shape.kept is not None and not setup.te:
+        if setup.recompute == "none":
+            again = _recomputed(block, shape.dim, setup, at)  # of Megatron's modules
+        elif shape.kept is not None and not setup.te:
             again = max(0.0, shape.kept(replace(setup, recompute="none")) - shape.kept(setup))
         else:
             again = _recomputed(block, shape.dim, setup, at)

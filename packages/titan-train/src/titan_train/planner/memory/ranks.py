@@ -15,11 +15,9 @@ from typing import Any, cast
 import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from titan_mesh import Layout
 from titan_pipeline import Schedule, verify
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_train.config import CompileConfig, Config
 from titan_train.models import count_parameters
@@ -53,6 +51,9 @@ from titan_train.planner.memory.peak import WORKSPACE, MemoryPeak, rank_peak
 from titan_train.planner.memory.rehearsed import (
     BalancedDispatch,
     attend_between_pieces,
+    fuse_norms_beside,
+    norms_of_a_gpu,
+    pretended_groups,
     rehearse_activation_checkpointing,
 )
 from titan_train.planner.setup import Setup
@@ -105,8 +106,9 @@ def estimate_ranks(
         counted: As for `rehearse`.
     """
     counted = {} if counted is None else counted
+    folder = _shape_of_folder(config)
     with pretended_groups(layout.spec.tp, layout.spec.ep) as (group, experts):
-        rank = RankProgram(config, layout, mode, batch, whole, group, experts, closed_form, counted)
+        rank = RankProgram(config, layout, mode, batch, whole, group, experts, closed_form, counted, folder)
         if schedule is None:
             whole_of_it = rank.measure(functools.partial(copy.deepcopy, whole), None, last=True)
             return [rank.add_up([whole_of_it], 1.0, pipeline_rank=0)]
@@ -163,6 +165,8 @@ class RankProgram:
     closed_form: bool
     counted: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     """Bytes that parts leave for backward, and what was left out of them, by all that decides it."""
+    folder: ModelShape | None = None
+    """The shape of a Hugging Face folder's model: what blocks and the loss work in."""
     compiled: list[bool] = field(default_factory=list[bool])
     """Not empty once a part has been compiled."""
 
@@ -181,7 +185,8 @@ class RankProgram:
         if activations is None:
             key = f"{self._program()} {layers} {last}"
             if key not in self.counted:
-                self.counted[key] = self._rehearsed(make, sizes, last=last)
+                (total, _), left_out = self._rehearsed(make, sizes, last=last)
+                self.counted[key] = total, left_out
             activations, left_out = self.counted[key]
         held, plan = self._planned(make)
         # a pipeline keeps whole gradients until its schedule ends
@@ -196,19 +201,21 @@ class RankProgram:
             stays = sum(u.gather_bytes + u.reduce_numel * u.reduce_dtype.itemsize * added_up for u in plan.units)
         return _Stage(count, estimate, activations, ends, stays, left_out)
 
-    def _rehearsed(self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool) -> tuple[int, str]:
-        """What a micro-batch of the part leaves; and what of its program could not be built."""
+    def _rehearsed(
+        self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool
+    ) -> tuple[tuple[int, int], str]:
+        """As `_count`, of the program as it will run; and what of it could not be built."""
         config = self.config
         # with all its experts: as many rows meet them, whoever holds them
         try:
             with self._compiling() if config.compile.enabled else nullcontext():
-                return self._count(make, sizes, last=last)[0], ""
+                return self._count(make, sizes, last=last), ""
         except Exception as err:  # torch.compile may fail on any model, as it may in the run
             if not config.compile.enabled:
                 raise
             eager = replace(self, config=replace(config, compile=replace(config.compile, enabled=False)))
             left_out = f"torch.compile, which keeps less: {type(err).__name__} while it was rehearsed"
-            return eager._count(make, sizes, last=last)[0], left_out
+            return eager._count(make, sizes, last=last), left_out
 
     @contextmanager
     def _compiling(self) -> Generator[None]:
@@ -279,7 +286,7 @@ class RankProgram:
         gathered = at_end if self.layout.spec.pp > 1 else most([h.peak_before_end for h in held])
         if self.mode == "none":  # no wrapper gathers anything, and gradients are added in place
             gathered = at_end = 0.0
-        shape = self._shape() if self._is_known() else self._published_shape()
+        shape = self._shape() if self._is_known() else self.folder
         if shape is not None:
             counted |= {"gathered": gathered, "gathered at end": at_end}
             memory = rank_peak(shape, self._setup(), first=first, head=head, counted=counted)
@@ -321,13 +328,6 @@ class RankProgram:
         name = self.config.model.name
         return find_model(name)[0].shape(self.whole.args, name)
 
-    def _published_shape(self) -> ModelShape | None:
-        """What ``config.json`` of a folder tells of its shape: enough for what blocks and the loss work in."""
-        try:
-            return shape_of_config(self.config) if self.config.model.name.startswith(PREFIX) else None
-        except ValueError:
-            return None
-
     def _setup(self) -> Setup:
         spec = self.layout.spec
         setup = setup_of_config(self.config, spec.pp * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp)
@@ -336,7 +336,8 @@ class RankProgram:
     def of_blocks(self) -> int:
         """Bytes that a micro-batch of the whole model leaves in its blocks."""
         whole = functools.partial(copy.deepcopy, self.whole)
-        return self._count(whole, wrapped_over(self.layout, self.mode), last=True)[1]
+        (_, of_blocks), _ = self._rehearsed(whole, wrapped_over(self.layout, self.mode), last=True)
+        return of_blocks
 
     def _count(self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool) -> tuple[int, int]:
         """Bytes that a micro-batch leaves for backward, and those of its blocks. Of blocks that are alike two are run, the others
@@ -461,6 +462,19 @@ class RankProgram:
         return (torch.zeros(rows, seq_len // cut, *streams, width, device="meta", requires_grad=True),)
 
 
+def _shape_of_folder(config: Config) -> ModelShape | None:
+    """What ``config.json`` tells of it, and its module of what a block computes again; None of another model."""
+    from titan_train.planner.memory.folder import of_folder  # which counts by this module
+
+    model = config.model
+    try:
+        shape = shape_of_config(config) if model.name.startswith(PREFIX) else None
+    except ValueError:
+        return None
+    recomputed = shape is not None and config.activations.checkpoint != "none"
+    return of_folder(shape, model.name, model.args) if shape is not None and recomputed else shape
+
+
 def _partitioned(config: CompileConfig) -> CompileConfig:
     """The partitioner and decompositions of torch.compile, without code generation."""
     return replace(config, backend="aot_eager_decomp_partition", mode="default")
@@ -487,50 +501,6 @@ def _kind_of(block: nn.Module) -> Any:
     return type(block), tuple((name, parameter.shape) for name, parameter in block.named_parameters())
 
 
-class _NormOfAGpu(torch.autograd.Function):
-    """What ``aten::_fused_rms_norm`` keeps: input, weight, and a float32 number a row. Elsewhere torch takes it apart."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input, weight, input.new_empty((*input.shape[:-1], 1), dtype=torch.float32))
-        return torch.empty_like(input)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        input, weight, _ = ctx.saved_tensors
-        return torch.empty_like(input), None if weight is None else torch.empty_like(weight)
-
-
-@contextmanager
-def norms_of_a_gpu() -> Generator[None]:
-    """Inside the block an RMSNorm of a fake tensor is the one kernel that torch has on a GPU, and keeps what that does."""
-    plain = F.rms_norm
-
-    def rms_norm(input: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        if not isinstance(input, FakeTensor) or (weight is not None and weight.dtype != input.dtype):
-            return plain(input, shape, weight, eps)
-        return cast(Tensor, _NormOfAGpu.apply(input, weight))
-
-    F.rms_norm = rms_norm
-    try:
-        yield
-    finally:
-        F.rms_norm = plain
-
-
-def fuse_norms_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Make norms that lie in none of ``blocks`` keep what a GPU's kernel does; in place."""
-    within = {id(module) for block in blocks for module in block.modules()}
-    beside = [module for module in model.modules() if isinstance(module, nn.RMSNorm) and id(module) not in within]
-
-    def fused(inner: Callable[..., Tensor], *args: Any) -> Tensor:
-        with norms_of_a_gpu():
-            return inner(*args)
-
-    for norm in cast(list[nn.Module], beside):
-        norm.forward = functools.partial(fused, norm.forward)
-
-
 def _positions(seq_len: int, hidden: Tensor) -> Tensor:
     return torch.arange(seq_len, device=hidden.device).unsqueeze(0)
 
@@ -549,18 +519,3 @@ def _cut_experts(part: nn.Module, ep: int) -> None:
     for stack in expert_stacks(part):
         for name, parameter in list(stack.experts.named_parameters(recurse=False)):
             slice_parameter(stack.experts, name, 0, 0, parameter.shape[0] // ep)
-
-
-@contextmanager
-def pretended_groups(*sizes: int) -> Generator[list[dist.ProcessGroup | None]]:
-    """Groups of so many ranks that send nothing; None for one rank."""
-    if max(sizes) == 1:
-        yield [None] * len(sizes)
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(sizes))
-    try:
-        yield [cast(dist.ProcessGroup, dist.new_group(list(range(size)))) if size > 1 else None for size in sizes]
-    finally:
-        dist.destroy_process_group()

@@ -1,16 +1,24 @@
-"""What activation checkpointing keeps, for an estimate: the same regions, without what would recompute them.
+"""What stands in for parts of a program that cannot run on fake tensors, or that hide what they keep.
 
-torch's own checkpointing hides what it keeps of a selective region from saved-tensor hooks, and loads the compiler. Here a
-region shows autograd what it would keep: its arguments, and in selective mode the results that the policy keeps.
+- Process groups that have a size and send nothing, and the experts' exchange with equal counts.
+- Attention between compiled pieces, and the one kernel that an RMSNorm is on a GPU.
+- Activation checkpointing. torch's own hides what it keeps of a selective region from saved-tensor hooks, and loads the
+  compiler. Here a region shows autograd what it would keep: its arguments, and in selective mode the results that the policy
+  keeps.
 """
 
 import functools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
@@ -20,6 +28,21 @@ from titan_train.models.flux.blocks import FullAttention
 from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
 from titan_train.parallel.activations.tiles import tiled_modules
 from titan_train.parallel.expert.dispatch import ExpertParallelDispatch
+
+
+@contextmanager
+def pretended_groups(*sizes: int) -> Generator[list[dist.ProcessGroup | None]]:
+    """Groups of so many ranks that send nothing; None for one rank."""
+    if max(sizes) == 1:
+        yield [None] * len(sizes)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(sizes))
+    try:
+        yield [cast(dist.ProcessGroup, dist.new_group(list(range(size)))) if size > 1 else None for size in sizes]
+    finally:
+        dist.destroy_process_group()
 
 
 class BalancedDispatch(ExpertParallelDispatch):
@@ -51,6 +74,50 @@ def attend_between_pieces(model: nn.Module, *, copies: bool) -> None:
 
 def _exchanged(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return type(module).forward(module, *args, **kwargs).clone()
+
+
+class _NormOfAGpu(torch.autograd.Function):
+    """What ``aten::_fused_rms_norm`` keeps: input, weight, and a float32 number a row. Elsewhere torch takes it apart."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input, weight, input.new_empty((*input.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), None if weight is None else torch.empty_like(weight)
+
+
+@contextmanager
+def norms_of_a_gpu() -> Generator[None]:
+    """Inside the block an RMSNorm of a fake tensor is the one kernel that torch has on a GPU, and keeps what that does."""
+    plain = F.rms_norm
+
+    def rms_norm(input: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        if not isinstance(input, FakeTensor) or (weight is not None and weight.dtype != input.dtype):
+            return plain(input, shape, weight, eps)
+        return cast(Tensor, _NormOfAGpu.apply(input, weight))
+
+    F.rms_norm = rms_norm
+    try:
+        yield
+    finally:
+        F.rms_norm = plain
+
+
+def fuse_norms_beside(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Make norms that lie in none of ``blocks`` keep what a GPU's kernel does; in place."""
+    within = {id(module) for block in blocks for module in block.modules()}
+    beside = [module for module in model.modules() if isinstance(module, nn.RMSNorm) and id(module) not in within]
+
+    def fused(inner: Callable[..., Tensor], *args: Any) -> Tensor:
+        with norms_of_a_gpu():
+            return inner(*args)
+
+    for norm in cast(list[nn.Module], beside):
+        norm.forward = functools.partial(fused, norm.forward)
 
 
 def rehearse_activation_checkpointing(model: nn.Module, blocks: list[nn.Module], config: ActivationsConfig) -> None:

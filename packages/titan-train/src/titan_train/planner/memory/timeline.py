@@ -18,7 +18,8 @@ from titan_train.models.build import build_model
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import hold_weights
-from titan_train.planner.memory.ranks import RankProgram, estimate_ranks, pretended_groups
+from titan_train.planner.memory.ranks import RankProgram, estimate_ranks
+from titan_train.planner.memory.rehearsed import pretended_groups
 
 _THROUGHOUT = ("parameters", "gradients", "optimizer", "workspace")
 _MOST_EVENTS = 200_000
