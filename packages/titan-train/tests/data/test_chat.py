@@ -152,6 +152,11 @@ def test_whole_rows_leave_less_padding_than_a_document(documents_dataset):
         ({"messages": ["Hi"]}, "message 1 is str"),
         ({"messages": [{"content": "Hi"}]}, "message 1 has no role"),
         ({"messages": [{"role": "user"}]}, "message 1 (user) has no content"),
+        ({"messages": [*talk("Hi"), {"from": "gpt", "value": None}]}, "message 2 (assistant) has no content"),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "id": 3}]},
+            "message 2 (assistant) has no",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, "content of type int"),
         ({"messages": talk("Hi")}, "nothing to learn"),
         ({"messages": talk("<eos>", "x")}, "message 1 contains the special token '<eos>'"),

@@ -103,6 +103,25 @@ def test_a_built_in_template_serves_a_tokenizer_without_one():
     assert answers(template, TALK)[0] == ["Hello 👋<eos>", "2<eos>"]
 
 
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_template_writes_the_text_of_parts_and_refuses_what_it_would_leave_out(name):
+    template = ChatTemplate.of(ByteTokenizer(), BUILT_IN[name])
+    assert template is not None
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "👋"}]
+    in_parts = [*TALK[:2], {"role": "assistant", "content": parts}]
+    assert answers(template, in_parts) == answers(template, TALK[:3])
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    for said in ({"content": None, "tool_calls": [call]}, {"content": "I look", "tool_calls": [call]}, {"content": []}):
+        with pytest.raises(ValueError, match=r"message 3 holds more than text, or none"):
+            template.render_spans([*TALK[:2], {"role": "assistant", **said}])
+    with pytest.raises(ValueError, match="message 1 holds more"):
+        template.render([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
+    marked = ChatTemplate(
+        CHATML.replace("message.content", "(message.content or message.tool_calls | tojson)"), VARIABLES
+    )
+    assert marked.render([{"role": "user", "content": None, "tool_calls": [call]}])
+
+
 @pytest.mark.parametrize(
     "source", [CHATML, UNMARKED, LLAMA2, "{{ tools | tojson }}{{ messages[0] | tojson(indent=2) }}"]
 )

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from titan_train.tokenizers.huggingface import HfTokenizer
 from titan_train.tokenizers.protocol import Tokenizer
@@ -34,7 +34,7 @@ BUILT_IN = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     ),
 }
-"""Templates for tokenizers that have none, by name."""
+"""Templates for tokenizers that have none, by name. They write the roles and the texts of messages, and nothing else."""
 
 # Characters that Unicode reserves for use inside a program: they stand around what the assistant wrote.
 _START, _END = "\ufdd0", "\ufdd1"
@@ -149,6 +149,8 @@ class ChatTemplate:
     ) -> str:
         import jinja2
 
+        if self.source in BUILT_IN.values():
+            messages = [_text_alone(number, message) for number, message in enumerate(messages, start=1)]
         given = dict(self.special_tokens) | dict(variables)
         if now is not None:
             given["strftime_now"] = now.strftime
@@ -162,6 +164,19 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as err:
             raise ValueError(f"the chat template refuses the conversation ({err})") from err
+
+
+def _text_alone(number: int, message: Message) -> Message:
+    """The message with the text of its parts, for a template that knows neither parts nor calls of functions."""
+    content = message.get("content")
+    parts = cast("list[Any]", content if isinstance(content, list) else [content])
+    texts = [cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else part for part in parts]
+    if message.get("tool_calls") or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            f"message {number} holds more than text, or none, which the built-in chat templates do not write. Set "
+            "tokenizer.chat_template to a Jinja file that does"
+        )
+    return {**message, "content": "".join(texts)}
 
 
 def special_variables(tokenizer: Tokenizer) -> dict[str, str]:

@@ -22,6 +22,8 @@ from titan_train.tokenizers import ChatTemplate, HfTokenizer, Tokenizer
 from titan_train.tokenizers.chat_template import check_message_text
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+_INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""What a turn may hold in place of a content, for templates that read it."""
 
 StoredTokens = npt.NDArray[np.int32]
 
@@ -200,11 +202,12 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
         turn = {str(key): value for key, value in cast("dict[Any, Any]", message).items() if value is not None}
         if "role" not in turn and "from" in turn:
             turn["role"] = _ROLES.get(turn["from"], turn["from"])
-            turn["content"] = turn.get("content", turn.get("value"))
+            if "value" in turn:
+                turn.setdefault("content", turn["value"])
         if not isinstance(turn.get("role"), str):
             raise ValueError(f"message {number} has no role; it has {sorted(turn)}")
         content = turn.get("content")
-        if content is None and set(turn) <= {"role", "content", "name"}:
+        if content is None and not any(turn.get(name) for name in _INSTEAD):
             raise ValueError(f"message {number} ({turn['role']}) has no content")
         if content is not None and not isinstance(content, (str, list)):
             raise ValueError(f"message {number} has a content of type {type(content).__name__}, not a string")
