@@ -194,6 +194,20 @@ def test_resume_on_other_data_is_refused_naming_the_field_unless_allowed(countin
     assert field in caplog.text
 
 
+def test_a_stream_may_be_added_if_other_data_is_allowed(dataset):
+    """Its part of the saved state is missing: it begins at its start."""
+    saved = DataLoader(dataset, global_batch=4, prefetch=0).state_dict() | {"samples": 8, "fingerprint": "another"}
+    assert "streams" not in saved
+    dataset.stream_states = lambda samples: {"web": {"block": 0}}
+    loaded = []
+    dataset.load_stream_states = loaded.append
+    loader = DataLoader(dataset, global_batch=4, prefetch=0)
+    with pytest.raises(ValueError, match="fingerprint was"):
+        loader.load_state_dict(saved)
+    loader.load_state_dict(saved, allow_data_change=True)
+    assert (loader.samples_consumed, loaded) == (8, [{}])
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [

@@ -223,6 +223,26 @@ def test_a_bad_line_is_named_when_its_turn_comes_and_on_every_rank(tmp_path):
     assert json.loads(kept.read_text().splitlines()[0])["line"] == 21
 
 
+def test_malformed_documents_are_counted_in_each_pass_for_itself_and_judged_in_whole_ones(tmp_path):
+    """A resume near the end of a pass reads few documents, one of them malformed: that is no share of the source."""
+    folder = write_files(tmp_path / "text", num_files=1, documents=200)
+    lines = (folder / "0.jsonl").read_text().splitlines()
+    lines[195] = "{broken"
+    (folder / "0.jsonl").write_text("\n".join(lines) + "\n")
+    limits = {"on_error": "skip", "max_bad_fraction": 0.01, "max_bad": 2}
+    late = int(0.92 * whole_stream_length(folder)) // (SEQ * 4)
+    dataset = dataset_of(source_of(folder), tmp_path / "a", **limits)
+    expected, _ = batches(dataset, 6 * late)  # several passes, one malformed document in each
+    _, state = batches(dataset_of(source_of(folder), tmp_path / "b", **limits), late)
+    rest, _ = batches(dataset_of(source_of(folder), tmp_path / "c", **limits), late, state=state)
+    assert np.array_equal(rest, expected[late : 2 * late])
+
+
+def whole_stream_length(folder):
+    lines = (folder / "0.jsonl").read_text().splitlines()
+    return sum(len(json.loads(line)["text"]) + 1 for line in lines if line != "{broken")
+
+
 def test_passes_are_limited_if_asked_and_nothing_before_the_limit_is_lost(tmp_path):
     folder = write_files(tmp_path / "text")
     blocks = (whole_stream(folder).size - 1) // (SEQ * WINDOW)

@@ -6,8 +6,14 @@ import torch.nn.functional as F
 from tiny_run import tiny_run, write_text
 from titan_testing import run_ranks
 from titan_train import Observer, Trainer, load_run
+from titan_train.config import SpikesConfig
+from titan_train.config.ramp import BatchRamp
+from titan_train.data import IteratedBatches
 from titan_train.inputs import open_inputs, prepare_inputs
 from titan_train.models import build_model
+from titan_train.optim.spikes import Spikes
+from titan_train.train.best import BestValidation
+from titan_train.train.checkpoints import RankState
 from torch.utils.data import DataLoader
 
 STEPS, ROWS, LENGTH = 4, 4, 32
@@ -77,6 +83,73 @@ def test_a_resume_takes_up_the_batches_where_it_stopped(tmp_path):
     fit(config(tmp_path, "parts"), data=batches(), optimizer=adagrad, until=2)
     rest = fit(config(tmp_path, "parts"), data=iter([*batches(), batches()[0]]), optimizer=adagrad)
     assert rest.losses == whole.losses[2:]
+
+
+class Counting:
+    """An iterable with a state of its own: after its end it begins anew."""
+
+    def __init__(self, first, length=3):
+        self.given, self.place = [(torch.full((ROWS, 8), first + i),) * 2 for i in range(length)], 0
+
+    def __iter__(self):
+        while self.place < len(self.given):
+            self.place += 1
+            yield self.given[self.place - 1]
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+def iterated(batches, global_batch=ROWS, dp_rank=0, dp_size=1):
+    return IteratedBatches(
+        batches, ramp=BatchRamp((global_batch,)), dp_size=dp_size, dp_rank=dp_rank, rows=ROWS, seq_len=8, fixed=True,
+        vocab_size=None, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def numbers(loader, count):
+    return [int(next(loader).tokens[0, 0]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 6])
+def test_an_iterable_with_a_state_continues_where_it_was_saved_its_end_too(taken):
+    expected = numbers(iterated(Counting(0)), 9)
+    first = iterated(Counting(0))
+    assert numbers(first, taken) == expected[:taken]
+    rest = iterated(Counting(0))
+    rest.load_state_dict(first.state_dict())
+    assert numbers(rest, 9 - taken) == expected[taken:]
+    with pytest.raises(RuntimeError, match="ended after 0 samples"):
+        next(iterated([]))
+
+
+def test_another_global_batch_drops_what_was_taken_and_no_more():
+    plain = [batch for start in range(0, 20, 5) for batch in Counting(start, 5).given]
+    first = iterated(plain)
+    assert numbers(first, 3) == [0, 1, 2]
+    rest = iterated(plain, global_batch=2 * ROWS)
+    rest.load_state_dict(first.state_dict())
+    assert numbers(rest, 3) == [3, 4, 5]
+    assert rest.state_dict()["iterated_samples"] == 3 * ROWS + 2 * ROWS
+
+
+def test_the_state_of_an_iterable_is_that_of_a_data_parallel_rank():
+    saved = [iterated(Counting(10 * rank), 2 * ROWS, rank, 2) for rank in (0, 1)]
+    for loader in saved:
+        numbers(loader, 2)
+    other = iterated(Counting(0))
+    state = RankState(other, False, [], Spikes(SpikesConfig()), BestValidation(0))
+    assert state.place == (0, 1)
+    with pytest.raises(
+        ValueError, match=r"saved by data-parallel rank 0 of 2, and this is rank 0 of 1.*allow_data_change"
+    ):
+        state.reshard([loader.state_dict() for loader in saved])
+    RankState(other, True, [], Spikes(SpikesConfig()), BestValidation(0)).reshard([s.state_dict() for s in saved])
+    assert numbers(other, 1) == [1]  # four microbatches were dropped, a pass and one more
 
 
 def test_collated_rows_of_a_torch_loader_are_pairs_of_the_same_tokens(tmp_path):

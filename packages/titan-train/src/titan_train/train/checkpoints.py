@@ -13,7 +13,7 @@ from titan_ckpt.load.reader import StepReader
 from torch import nn
 
 from titan_train.config.published import RUN
-from titan_train.data.loader.iterated import Loader
+from titan_train.data.loader.iterated import IteratedBatches, Loader
 from titan_train.exchange import gather_values
 from titan_train.models import build_model, named_parameters
 from titan_train.optim import Scheduler, check_restored
@@ -193,6 +193,7 @@ class Checkpoints:
             own_settings=True,
             sched=self._scheduler,
             data=self._rank_state,
+            dp=self._rank_state.place,
             rng=False,  # each step is seeded
         )
 
@@ -217,7 +218,8 @@ class RankState:
     """What a rank saves besides the model's tensors.
 
     The loader's few integers and the best validation are the same on every rank, so that any number of ranks can continue. Under
-    ``parallel.compress="powersgd"`` each rank also saves its own errors, which continue on the same layout only.
+    ``parallel.compress="powersgd"`` each rank also saves its own errors, which continue on the same layout only. An iterable's
+    own state is that of a data-parallel rank.
     """
 
     def __init__(
@@ -226,6 +228,11 @@ class RankState:
         self._loader, self._spikes, self._best = loader, spikes, best
         self._allow_change = allow_change
         self._hooks = [hook for part in parts if (hook := fsdp.gradient_compression(part)) is not None]
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """As `TrainState.dp`: by which rank's state to continue, where that is not the rank of the same number."""
+        return self._loader.place if isinstance(self._loader, IteratedBatches) and not self._hooks else None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data, and the tensors of compression."""

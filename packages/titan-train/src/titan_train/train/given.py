@@ -56,7 +56,7 @@ def build_loader(
         return IteratedBatches(
             cast("Iterable[Any]", batches), ramp=ramp, dp_size=plan.dp_size, rows=plan.microbatch,
             seq_len=config.model.seq_len, fixed=fixed, vocab_size=vocab_size, device=device, steps=steps,
-            name="data" if steps is None else "validation_data",
+            name="data" if steps is None else "validation_data", dp_rank=mesh.rank_in("dp") if mesh else 0,
         )  # fmt: skip
     return DataLoader(
         cast("BatchSource", batches),

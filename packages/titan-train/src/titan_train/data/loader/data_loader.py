@@ -311,7 +311,7 @@ def _check_state(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_
     Raises:
         ValueError: If a field is missing or differs, naming it and both values.
     """
-    if missing := sorted(set(current) - set(saved)):
+    if missing := sorted(set(current) - set(saved) - {"streams"}):
         raise ValueError(
             f"the saved data state has no {missing[0]!r} (it has {sorted(saved)}): it was not written by a data loader."
         )

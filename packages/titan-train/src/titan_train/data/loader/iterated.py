@@ -2,8 +2,9 @@
 
 A `titan_train.data.BatchSource` is better where it can be written: its samples have numbers, so that a run sees the same data
 on any ranks and after any resume. An iterable has only an order. A resume loads the state that it saved, if it has
-``state_dict`` and ``load_state_dict`` (as torchdata's ``StatefulDataLoader``), and else takes and drops the microbatches of
-the steps that were made. What iterates anew (a list, a ``DataLoader``) begins again at its end; a generator ends the run.
+``state_dict`` and ``load_state_dict`` (as torchdata's ``StatefulDataLoader``), on as many data-parallel ranks, and else takes
+and drops the microbatches of the steps that were made. What iterates anew (a list, a ``DataLoader``) begins again at its end; a
+generator ends the run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _POSITION = "iterated_samples"
+_PLACE = "iterable_of"
 _KEYS = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
@@ -33,6 +35,7 @@ class IteratedBatches:
             - a `titan_train.TaskBatch` that is on the device already, for other tasks than text.
         ramp: Samples of an optimizer step over all ranks.
         dp_size: Number of data-parallel ranks.
+        dp_rank: This one.
         rows: B of a microbatch.
         seq_len: The largest S; the only one if ``fixed``.
         fixed: Every microbatch must be of S = ``seq_len``, as pipeline and context parallelism need it.
@@ -58,6 +61,7 @@ class IteratedBatches:
         device: "torch.device",
         steps: int | None = None,
         name: str = "data",
+        dp_rank: int = 0,
     ) -> None:
         if not isinstance(cast("object", batches), Iterable):
             raise ValueError(
@@ -65,7 +69,7 @@ class IteratedBatches:
                 "(tokens, labels), of mappings with input_ids, or of task batches."
             )
         self._given = batches
-        self._name, self._ramp, self._dp_size, self._steps = name, ramp, dp_size, steps
+        self._name, self._ramp, self._dp_size, self._dp_rank, self._steps = name, ramp, dp_size, dp_rank, steps
         self._rows, self._seq_len, self._fixed, self._vocab_size, self._device = (
             rows,
             seq_len,
@@ -78,6 +82,7 @@ class IteratedBatches:
         self._made = 0  # those steps, since this was built
         self._number = 0  # microbatches taken of the step in progress
         self._since_start = 0  # microbatches since the iterator began anew
+        self._loaded = False  # the iterable continues where it was saved, which may be its end
 
     @property
     def global_batch(self) -> int:
@@ -88,6 +93,11 @@ class IteratedBatches:
     def microbatches_per_step(self) -> int:
         """Microbatches that this rank takes in that step."""
         return self.global_batch // (self._dp_size * self._rows)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The data-parallel rank, and how many there are."""
+        return self._dp_rank, self._dp_size
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -103,13 +113,14 @@ class IteratedBatches:
         """Samples taken, and the iterable's own state if it has one."""
         state: dict[str, Any] = {_POSITION: self._samples}
         saves = getattr(self._given, "state_dict", None)
-        return state | ({} if saves is None else {"iterable": saves()})
+        return state | ({} if saves is None else {"iterable": saves(), _PLACE: [self._dp_rank, self._dp_size]})
 
     def load_state_dict(self, state: dict[str, Any], allow_data_change: bool = False) -> None:
-        """Go to where `state_dict` was called; ``allow_data_change`` continues a run of other data from the beginning.
+        """Go to where `state_dict` was called; ``allow_data_change`` continues a run of other data from the beginning, and one of
+        other ranks by taking and dropping microbatches.
 
         Raises:
-            ValueError: The run had numbered samples before.
+            ValueError: The run had numbered samples before, or the iterable's own state is that of another rank.
         """
         if _POSITION not in state:
             if allow_data_change:
@@ -119,12 +130,24 @@ class IteratedBatches:
                 "run began with, or set checkpoint.allow_data_change to begin with the first batch of this one."
             )
         loads = "iterable" in state and hasattr(self._given, "load_state_dict")
+        here = [self._dp_rank, self._dp_size]
+        if loads and state.get(_PLACE, here) != here:
+            if not allow_data_change:
+                rank, size = state[_PLACE]
+                raise ValueError(
+                    f"the state of {self._name} was saved by data-parallel rank {rank} of {size}, and this is rank "
+                    f"{self._dp_rank} of {self._dp_size}: where this rank's microbatches continue does not follow from it. "
+                    "Resume on as many data-parallel ranks, pass a BatchSource, or set checkpoint.allow_data_change to begin "
+                    "anew and drop as many microbatches as were taken."
+                )
+            loads = False
+        position = int(state[_POSITION])
         if loads:
             cast("Any", self._given).load_state_dict(state["iterable"])
-        while self._samples < int(state[_POSITION]):
-            if not loads:
+        else:
+            for _ in range(position // (self._dp_size * self._rows)):
                 self._next()
-            self._count()
+        self._samples, self._number, self._loaded = position, 0, loads
 
     def close(self) -> None:
         """Drop the iterator, which ends the workers of a ``DataLoader``."""
@@ -148,11 +171,11 @@ class IteratedBatches:
             try:
                 item = next(self._iterator)
             except StopIteration:
-                if self._since_start == 0 or self._iterator is self._given:
+                if (self._since_start == 0 and not self._loaded) or self._iterator is self._given:
                     break
-                self._iterator = None
+                self._iterator, self._loaded = None, False
                 continue
-            self._since_start += 1
+            self._since_start, self._loaded = self._since_start + 1, False
             return item
         raise RuntimeError(
             f"{self._name} ended after {self._samples} samples, {self._made} steps. Give as many as the "

@@ -125,6 +125,10 @@ class BadDocuments:
         if self.counts.total() > self._max_fraction * self.seen:
             self._too_many(f"data.max_bad_fraction={self._max_fraction}")
 
+    def begin_pass(self) -> None:
+        """Count from 0 again, as a source is read once more; what is kept of malformed documents stays."""
+        self.seen, self.counts = 0, Counter()
+
     def quarantine_size(self) -> int:
         """Bytes in the quarantine file, 0 if there is none."""
         return self._quarantine.stat().st_size if self._quarantine is not None and self._quarantine.exists() else 0

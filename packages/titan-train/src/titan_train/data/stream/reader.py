@@ -137,6 +137,8 @@ class StreamReader:
         self._source, self._chats = source, chats
         self._files = list_files(source)
         self._bad = bad
+        bad.begin_pass()
+        self._whole_pass = start is None  # a share of what follows a resume is not that of the source
         first = _Place(0, 0) if start is None else _Place(start.epoch, start.file_number(self._files, source.name))
         self._line, self._byte = (1, 0) if start is None else (start.line, start.byte)
         self._skip = 0 if start is None else start.skip
@@ -238,7 +240,10 @@ class StreamReader:
             elif isinstance(item, _Place):
                 self._place = item
             elif isinstance(item, _PassEnd):
-                self._bad.check_share()
+                if self._whole_pass:
+                    self._bad.check_share()
+                self._bad.begin_pass()
+                self._whole_pass = True
             else:
                 raise item.error
         line, _, tokens = self._held
