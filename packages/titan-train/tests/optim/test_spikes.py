@@ -55,6 +55,7 @@ def test_a_ramp_gives_each_size_the_same_tokens():
     ramp = plan_ramp(16, start=4, step=0, tokens=160, seq_len=2)
     assert ramp.sizes == (4, 8, 16)
     steps = [ramp.consumed_after(n) for n in range(18)]
+    assert all(ramp.consumed_after(17 - n, start=steps[n]) == steps[17] for n in range(18))
     sizes = [after - before for before, after in itertools.pairwise(steps)]
     assert sizes == [4] * 10 + [8] * 5 + [16] * 2
     assert [ramp.at(consumed) for consumed in steps[:-1]] == sizes

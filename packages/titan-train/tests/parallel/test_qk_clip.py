@@ -72,6 +72,8 @@ def test_a_head_beyond_the_threshold_gives_the_threshold_for_the_same_tokens(nam
             model(TOKENS[row : row + 1], cu_seqlens=None if documents is None else documents[row : row + 1])
     assert float(clip.share()) == pytest.approx(float(before.max()), rel=1e-6)
     untouched = {n: p.clone() for n, p in model.named_parameters() if not any(w in n for w in ("wq", "wk"))}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     clip.clip()
     after = plain_logits(model, documents)[0]
     torch.testing.assert_close(after, before.clamp(max=threshold), rtol=1e-5, atol=0)
@@ -79,6 +81,21 @@ def test_a_head_beyond_the_threshold_gives_the_threshold_for_the_same_tokens(nam
     weights = {n: p.clone() for n, p in model.named_parameters()}
     clip.clip()  # nothing was measured since
     assert all(torch.equal(weights[n], p) for n, p in model.named_parameters())
+
+
+def test_what_is_frozen_in_a_step_is_not_clipped():
+    """``optimizer.frozen_steps`` drops the gradients of what it does not train yet."""
+    model = built("llama3_debug", num_layers=2)
+    weights = {n: p.clone() for n, p in model.named_parameters()}
+    clip = QKClip([model], 1e-3, num_layers=2, device=torch.device("cpu"))
+    model.train()(TOKENS).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if name.startswith("layers.0."):
+            parameter.grad = None
+    clip.share()
+    clip.clip()
+    changed = {n for n, p in model.named_parameters() if not torch.equal(weights[n], p)}
+    assert changed == {f"layers.1.attention.{name}.weight" for name in ("wq", "wk")}
 
 
 @pytest.mark.parametrize(

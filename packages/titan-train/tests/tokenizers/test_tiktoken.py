@@ -2,6 +2,8 @@ import time
 
 import numpy as np
 import pytest
+from titan_train.config import DataConfig, TokenizerConfig
+from titan_train.data import build_tokenizer
 from titan_train.tokenizers import IncrementalDecoder, TiktokenTokenizer, Tokenizer, load_tokenizer
 
 
@@ -99,3 +101,24 @@ def test_one_core_encodes_3_million_tokens_a_processor_second(llama3, stdlib_tex
         tokens = sum(ids.size for ids in llama3.encode_batch(stdlib_texts))
         best = max(best, tokens / (time.process_time() - started))
     assert best >= 3e6
+
+
+def test_settings_count_for_a_folder_of_ranks_as_for_their_file(tmp_path, ranks_file):
+    """One that a run saved has its own: others are refused."""
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "tokenizer.model").write_bytes(ranks_file)
+    given = {"kind": "tiktoken", "pattern": "gpt2", "special_tokens": ("<a>", "<b>"), "eos_token": "<b>"}
+    of_file, of_folder = (
+        build_tokenizer(TokenizerConfig(path=str(path), **given), DataConfig())
+        for path in (tmp_path / "bare" / "tokenizer.model", tmp_path / "bare")
+    )
+    assert of_folder.fingerprint == of_file.fingerprint
+    assert of_folder.eos_id == of_folder.special_ids["<b>"]
+    saved = str(of_file.save(tmp_path / "saved"))
+    assert build_tokenizer(TokenizerConfig(path=saved, **given), DataConfig()).fingerprint == of_file.fingerprint
+    for other, message in (
+        ({"eos_token": "<a>"}, "eos_token='<a>'"),
+        ({"special_tokens": ("<c>",)}, "special_tokens has '<c>'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_tokenizer(TokenizerConfig(path=saved, **(given | other)), DataConfig())

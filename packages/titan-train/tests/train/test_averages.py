@@ -75,6 +75,19 @@ def test_validation_generation_and_export_take_the_average_that_one_setting_name
     torch.testing.assert_close(exported["model.embed_tokens.weight"], averages["tok_embeddings.weight"])
 
 
+def test_the_average_of_a_run_of_bf16_weights_is_loaded_into_float32(folder):
+    config = configured(
+        folder, "bf16", train={"steps": 2, "global_batch": 4, "dtype": "bf16"}, optimizer={"weights": "bf16"},
+        average={"ema_decay": 0.6, "use": "ema"},
+    )  # fmt: skip
+    with Trainer(config) as trainer:
+        trainer.fit()
+        state, run_dir = trainer.optimizer.state, trainer.run_dir
+        averages = {n: state[p]["ema"].full_tensor() for n, p in trainer.model.parts[0].named_parameters()}
+    loaded = weights_of(run_dir)
+    assert all(torch.equal(loaded[name], averages[name].float()) for name in averages)
+
+
 def test_the_mean_over_the_newest_checkpoints_is_what_is_loaded_and_validated(folder):
     seen = Validations()
     sections = {

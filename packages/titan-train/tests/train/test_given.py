@@ -221,3 +221,20 @@ def test_what_cannot_work_is_refused_in_words(case, tmp_path):
     options, sections, words = REFUSED[case]
     with pytest.raises((ValueError, RuntimeError), match=words):
         fit(config(tmp_path, "refused", **sections), **options)
+
+
+def test_a_resume_with_another_batch_is_refused_at_its_start_by_what_was_consumed(tmp_path):
+    (tmp_path / "text.txt").write_text("x" * 40 * 32)  # 40 samples
+
+    def settings(global_batch, steps):
+        source = {"name": "text", "kind": "text", "paths": [str(tmp_path / "text.txt")], "max_epochs": 1}
+        train, data = {"steps": steps, "global_batch": global_batch}, {"sources": [source]}
+        return tiny_run(tmp_path, data=data, train=train, schedule={"warmup_steps": 1}, checkpoint={"every": 1})
+
+    with Trainer(settings(16, 2)) as trainer:
+        trainer.fit()
+    with pytest.raises(ValueError, match="max_epochs=1"):
+        Trainer(settings(4, 5))  # 32 and three times 4
+    with Trainer(settings(4, 4)) as trainer:
+        trainer.fit()
+    assert trainer.step == 4

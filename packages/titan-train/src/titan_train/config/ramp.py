@@ -24,8 +24,12 @@ class BatchRamp:
             return self.sizes[-1]
         return self.sizes[int(consumed * (len(self.sizes) - 1) / self.samples)]
 
-    def consumed_after(self, steps: int) -> int:
-        """Sequences that the first ``steps`` steps take."""
+    def consumed_after(self, steps: int, start: int = 0) -> int:
+        """Sequences consumed after ``steps`` further steps, where ``start`` were consumed before them."""
+        if start:
+            while steps and start < self.samples:
+                start, steps = start + self.at(start), steps - 1
+            return start + steps * self.sizes[-1]
         rising = self._rising
         if steps < len(rising):
             return rising[steps]

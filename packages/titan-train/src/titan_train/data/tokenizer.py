@@ -20,7 +20,7 @@ from titan_train.tokenizers import (
     train_sentencepiece,
 )
 from titan_train.tokenizers.chat_template import BUILT_IN
-from titan_train.tokenizers.protocol import SAVED_NAME
+from titan_train.tokenizers.protocol import MODEL_NAME, SAVED_NAME
 
 
 def cache_folder(config: DataConfig) -> Path:
@@ -85,9 +85,10 @@ def _load(config: TokenizerConfig) -> Tokenizer:
     path = local_path(config.path)
     if hint := download_hint(config.path) if not path.exists() else "":
         raise ValueError(f"tokenizer.path={config.path!r}: there is no folder {path}.{hint}")
-    if config.kind == "tiktoken" and path.is_file():
+    ranks = path / MODEL_NAME if path.is_dir() and not (path / SAVED_NAME).is_file() else path
+    if config.kind == "tiktoken" and ranks.is_file():
         return TiktokenTokenizer(
-            read_bytes(path),
+            read_bytes(ranks),
             pattern=config.pattern,
             special_tokens=config.special_tokens,
             bos_token=config.bos_token,
@@ -101,7 +102,26 @@ def _load(config: TokenizerConfig) -> Tokenizer:
             f"tokenizer.kind={config.kind!r}, but {path} contains a {tokenizer.kind} tokenizer. "
             f'Use kind="{tokenizer.kind}", or another path.'
         )
+    if config.kind == "tiktoken":
+        _check_saved(config, tokenizer, path)
     return tokenizer
+
+
+def _check_saved(config: TokenizerConfig, tokenizer: Tokenizer, path: Path) -> None:
+    """Refuse names of special tokens that are not those of a tokenizer that a run saved: labels would be others than asked for."""
+    special = tokenizer.special_ids
+    ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    for field, number in ids.items():
+        if (asked := getattr(config, field)) and special.get(asked) != number:
+            raise ValueError(
+                f"tokenizer.{field}={asked!r}, but the tokenizer that a run saved in {path} has another. Remove the setting, or "
+                "name the file of ranks."
+            )
+    if missing := [name for name in config.special_tokens if name not in special]:
+        raise ValueError(
+            f"tokenizer.special_tokens has {missing[0]!r}, which the tokenizer that a run saved in {path} lacks. Remove the "
+            "setting, or name the file of ranks."
+        )
 
 
 def _trained_folder(config: TokenizerConfig, data: DataConfig, cache: Path) -> Path:

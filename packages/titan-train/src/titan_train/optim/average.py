@@ -148,7 +148,7 @@ def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: "Con
         only = TrainState(
             model=state.model, optim=holder, own_settings=True, optim_keys=(EMA, Z), shards=state.shards, rng=False
         )
-        checkpointer.restore(only, found)
+        checkpointer.restore(only, found, cast=True)
         for parameter, held in holder.state.items():
             take_average(parameter, held, config.optimizer.beta1)
     return found

@@ -238,7 +238,7 @@ def _scale_rows(linear: Any, factors: Tensor) -> None:
     )  # here: `check` imports this module, and shards nothing
 
     for parameter, scale in ((linear.weight, factors.unsqueeze(1)), (linear.bias, factors)):
-        if parameter is None or not parameter.requires_grad:
+        if parameter is None or parameter.grad is None:  # frozen, or by ``optimizer.frozen_steps`` in this step
             continue
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh

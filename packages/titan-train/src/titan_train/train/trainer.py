@@ -157,8 +157,6 @@ class Trainer(TrainingLoop):
         self._loader = self._make_loader(self._inputs.train, plan.batch.ramp)
         check_measured(config, held_out=self._inputs.validation is not None)
         self._best = BestValidation(config.validation.patience)
-        if isinstance(self._loader, DataLoader):
-            self._inputs.train.check_samples(plan.batch.ramp.consumed_after(config.train.steps))
         self._measure = StepMeasure(config, self.mesh, self.device, self.model.parts)
         self.timer = self._measure.timer
         if self.model.pipeline is not None:
@@ -191,6 +189,9 @@ class Trainer(TrainingLoop):
         if world_size == 1:
             self._if_alone.callback(self._checkpoints.checkpointer.close)
         self.step = self._checkpoints.restore()
+        if isinstance(self._loader, DataLoader):
+            consumed, left = self._loader.samples_consumed, config.train.steps - self.step
+            self._inputs.train.check_samples(plan.batch.ramp.consumed_after(max(0, left), consumed))
         self._requests = SaveRequests()
         self.losses = []
 
