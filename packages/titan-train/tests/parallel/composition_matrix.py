@@ -86,6 +86,7 @@ FAST = [
     ("dense", ("float8", "pp 1f1b")),
     ("dense", ("compile", "tp+sp")),
     ("dense", ("tp+sp", "tiles")),
+    ("dense", ("tp+sp", "tiles", "float8")),  # which gathers by itself
     ("dense", ("pp zbv", "compile")),
     ("moe", ("ep", "pp zbv")),
     ("moe", ("ep", "tp+sp")),

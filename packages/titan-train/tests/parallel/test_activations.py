@@ -9,9 +9,14 @@ import torch
 import torch.distributed as dist
 from titan_testing import run_ranks
 from titan_testing.held_bytes import held_bytes
-from titan_train.config import ActivationsConfig
+from titan_train.config import ActivationsConfig, load_config
 from titan_train.models import Llama, LlamaArgs
-from titan_train.parallel.activations.recompute import KeepCostly, apply_activation_checkpointing, check_patterns
+from titan_train.parallel.activations.recompute import (
+    KeepCostly,
+    apply_activation_checkpointing,
+    check_activations,
+    check_patterns,
+)
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import table_for
@@ -94,6 +99,38 @@ def test_only_what_was_asked_for_is_recomputed(results):
 def test_a_pattern_that_matches_nothing_names_what_there_is():
     with pytest.raises(ValueError, match=r"'layers.\*.mlp' matches no module of Llama"):
         check_patterns(Llama(ARGS), ActivationsConfig(checkpoint="pattern", patterns=("layers.*.mlp",)))
+
+
+class First(nn.ModuleDict):
+    pass
+
+
+class Second(nn.ModuleDict):
+    pass
+
+
+class Alternating(nn.Module):
+    """Layers of two classes in one list, as hybrid decoders have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(kind([("part", nn.Linear(8, 8))]) for kind in (First, Second) * 2)
+
+
+def test_layers_of_several_classes_are_blocks_and_a_model_without_any_is_refused():
+    model = Alternating()
+    assert blocks_of(model) == list(model.layers)
+    assert blocks_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))) == []
+    assert blocks_of(nn.ModuleDict({"image": nn.Linear(8, 8), "text": model})) == list(model.layers)
+    for words, said in (
+        (["--activations.checkpoint", "full"], "checkpoint='full'"),
+        (["--activations.offload", "true"], "offload=true"),
+        (["--compile.enabled", "true"], "compile.enabled=true"),
+    ):
+        config = load_config("debug", words)
+        check_activations(config, model)
+        with pytest.raises(ValueError, match=rf"{said}: Linear has no repeated blocks"):
+            check_activations(config, nn.Linear(8, 8))
 
 
 def test_parameter_names_stay_as_they_are():

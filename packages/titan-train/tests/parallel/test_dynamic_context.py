@@ -158,6 +158,18 @@ def test_rows_that_the_static_layout_cannot_cut_are_taken() -> None:
     )
 
 
+def test_tensor_parallel_ranks_share_the_tokens_of_all_rows_of_a_micro_batch() -> None:
+    """A context rank holds a part of them all, not of each row."""
+    words = {
+        "model": {"name": "llama3_debug"},
+        "parallel": {"cp": 2, "tp": 2},
+        "train": {"global_batch": 8, "microbatch": 2},
+    }
+    with pytest.raises(ValueError, match="33 tokens"):
+        check(4, **composition.joined(words, {"model": {"seq_len": 33}}))
+    check(4, **composition.joined(words, {"model": {"seq_len": 34}}))
+
+
 def test_microbatches_of_a_program_are_refused_as_ranks_cannot_read_each_others_rows() -> None:
     config = parse_config(composition.joined({"tokenizer": {"kind": "bytes"}, "parallel": {"cp": 2}}, DENSE, DYNAMIC))
     plan = plan_run(config, 4)

@@ -1,5 +1,6 @@
 """The loss in the head, a chunk of tokens at a time, against the head, whole logits and cross-entropy."""
 
+import copy
 import json
 import os
 import subprocess
@@ -14,11 +15,22 @@ import torch.nn.functional as F
 from composition_check import compare
 from titan_testing import run_ranks
 from titan_train.config import parse_config
+from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, call_model
 from titan_train.models.common.loss import LogitsChange, cross_entropy_sum
-from titan_train.parallel.head_loss import LossHead, VocabShard, fuse_head_loss, linear_cross_entropy_sum
+from titan_train.parallel import head_loss
+from titan_train.parallel.head_loss import (
+    LossHead,
+    VocabShard,
+    fuse_head_loss,
+    head_chunk_rows,
+    linear_cross_entropy_sum,
+    locate_vocabulary,
+)
 from titan_train.parallel.layout.run import plan_run
+from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.plan import own_units
+from titan_train.parallel.tensor.styles import table_for
 from titan_train.planner.memory.ranks import estimate_ranks
 from torch import nn
 
@@ -113,6 +125,45 @@ def test_a_vocabulary_cut_over_ranks_gives_the_loss_and_gradients_of_the_whole(r
             assert len({loss for loss, *_ in results}) == 1  # the same bits on every rank
             for _, *errors in results:
                 assert max(errors) <= BOUND[dtype]
+
+
+def cut_unevenly(vocab, tokens):
+    """The loss of a tiny model whose ranks choose their chunks by themselves, and that of the whole."""
+    torch.manual_seed(0)
+    model = build_model(
+        ModelConfig(name="llama3_debug", args={"num_layers": 1, "vocab_size": vocab}), vocab_size=None, device="cpu"
+    )
+    whole = copy.deepcopy(model.lm_head)
+    name, group = fuse_head_loss(model, z_loss=0.0, vocab_size=vocab), dist.group.WORLD
+    table = table_for(model)
+    cuts = apply_tensor_parallel(model, group, table=table, sequence_parallel=False)
+    locate_vocabulary(model, name, cuts, table, group)
+    hidden, labels = torch.randn(1, tokens, whole.in_features), torch.randint(0, vocab, (1, tokens))
+    rows = model.lm_head.weight.shape[0]
+    return (
+        rows,
+        float(model.lm_head(hidden, labels)),
+        float(F.cross_entropy(whole(hidden)[0], labels[0], reduction="sum")),
+    )
+
+
+def test_ranks_of_an_uneven_vocabulary_choose_the_same_chunks():
+    results = run_ranks(cut_unevenly, 2, 257, 5000)
+    assert [rows for rows, *_ in results] == [128, 129]
+    assert len({head_chunk_rows(rows, "cpu") for rows, *_ in results}) == 2  # alone each would choose another
+    for _, found, wanted in results:
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_validation_makes_no_gradient(monkeypatch):
+    made = []
+    monkeypatch.setattr(head_loss, "_add_product", lambda *arguments, **_: made.append(arguments))
+    hidden, weight, _, labels = inputs(97, torch.float32, "none", False)
+    with torch.no_grad():
+        linear_cross_entropy_sum(hidden, weight, labels)
+    assert not made
+    linear_cross_entropy_sum(hidden, weight, labels)
+    assert made
 
 
 def test_hidden_states_of_other_tokens_than_the_labels_are_refused():

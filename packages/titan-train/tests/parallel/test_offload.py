@@ -1,7 +1,11 @@
 """Activation offload: the same bits, what moves follows from size, and copies start before they are waited for."""
 
+import functools
+
 import pytest
+import titan_fp8
 import torch
+from titan_testing import run_ranks
 from titan_testing.held_bytes import held_bytes
 from titan_train.config import ActivationsConfig
 from titan_train.models import Llama, LlamaArgs
@@ -9,6 +13,7 @@ from titan_train.parallel.activations import offload
 from titan_train.parallel.activations.offload import StreamCopies, offload_activations
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.structure import blocks_of
+from torch.distributed.fsdp import fully_shard
 
 ARGS = LlamaArgs(dim=64, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=64)
 
@@ -17,15 +22,17 @@ class NumpyCopies:
     """Host memory of numpy, so that torch's own holds only what was not moved; notes what happens."""
 
     def __init__(self):
-        self.events = []
+        self.events, self.shapes = [], []
 
     def away(self, tensor):
         self.events.append("away")
-        return tensor.detach().numpy().copy()
+        self.shapes.append(tensor.shape)
+        of_numpy = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # which has no float8
+        return of_numpy.detach().numpy().copy(), tensor.dtype
 
     def back(self, held):
         self.events.append("back")
-        return torch.from_numpy(held)
+        return torch.from_numpy(held[0]).view(held[1])
 
     def ready(self, arriving):
         self.events.append("ready")
@@ -58,6 +65,53 @@ def test_offload_gives_the_same_bits(checkpoint, monkeypatch):
     assert copies.events.count("away") == copies.events.count("back") > 0
     if checkpoint == "none":
         assert held < held_without / 2  # of three blocks and the head's logits, one block and they stay
+
+
+class Expert(torch.nn.Module):
+    """A block with a unit of its own, which is gathered after the block is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts = (torch.nn.Linear(128, 128, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.experts(self.first(x).relu())
+
+
+def gathered_late(recipe):
+    """Output and gradients with and without offload, of blocks under FSDP; and the shapes that moved."""
+    offload.LEAST_BYTES, found = 1024, []
+    for copies in (None, NumpyCopies()):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList(Expert() for _ in range(3))
+        if recipe:
+            titan_fp8.convert_to_float8(model, recipe, min_speedup=0, tokens=128)
+        if copies is not None:
+            offload_activations(list(model)[:-1], functools.partial(moving, copies))
+        if recipe:
+            titan_fp8.apply_float8_all_gather(model)
+        for block in model:
+            fully_shard(block.experts)
+            fully_shard(block)
+        x = torch.randn(2, 128, 128)
+        for block in model:
+            x = block(x)
+        x.square().sum().backward()
+        found.append((x.detach(), [p.grad.full_tensor() for p in model.parameters()]))
+    return *found, copies.shapes
+
+
+def moving(copies, tensor):
+    return copies
+
+
+@pytest.mark.parametrize("recipe", ["", "tensorwise"])
+def test_weights_that_are_gathered_late_or_in_float8_stay(recipe):
+    (plain, gradients), (moved, others), shapes = run_ranks(gathered_late, 1, recipe)[0]
+    assert torch.equal(plain, moved)
+    assert all(map(torch.equal, gradients, others))
+    assert shapes
+    assert torch.Size((128, 128)) not in shapes
 
 
 def test_small_tensors_stay(monkeypatch):

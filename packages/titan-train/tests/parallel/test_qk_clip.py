@@ -5,6 +5,7 @@ import torch
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, init_for
 from titan_train.parallel.qk_clip import QKClip, attention_layers, check_qk_clip
+from torch import nn
 
 TOKENS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(1))
 DOCUMENTS = torch.tensor([[0, 9, 24, 24], [0, 5, 11, 24]], dtype=torch.int32)
@@ -96,6 +97,15 @@ def test_what_is_frozen_in_a_step_is_not_clipped():
     clip.clip()
     changed = {n for n, p in model.named_parameters() if not torch.equal(weights[n], p)}
     assert changed == {f"layers.1.attention.{name}.weight" for name in ("wq", "wk")}
+
+
+def test_attention_named_as_in_transformers_is_refused_in_modules_for_tokens_ahead():
+    model = nn.Module()
+    model.mtp = nn.ModuleList([nn.Module()])
+    model.mtp[0].attention = nn.Module()
+    model.mtp[0].attention.inner_attention, model.mtp[0].attention.k_proj = nn.Identity(), nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="no attention whose queries and keys are known"):
+        list(attention_layers([model]))
 
 
 @pytest.mark.parametrize(

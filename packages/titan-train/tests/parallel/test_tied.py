@@ -7,6 +7,7 @@ from pathlib import Path
 import composition
 import hf_runs
 import pytest
+import titan_fp8
 import torch
 from composition_matrix import MODELS, TIED
 from titan_ckpt.load.reader import StepReader
@@ -16,7 +17,10 @@ from titan_train.config.optimizer import OptimizerConfig
 from titan_train.models import build_model
 from titan_train.optim import plan_groups
 from titan_train.parallel.check import check_model
+from titan_train.parallel.float8 import convert_to_float8
 from titan_train.parallel.layout.run import plan_run
+from titan_train.parallel.stages import take_stage
+from titan_train.parallel.tied import meaning_all_copies
 from titan_train.train import Trainer
 from torch import nn
 
@@ -205,3 +209,16 @@ def test_a_module_tied_to_a_linear_may_be_named_in_float8_skip():
     )
     with pytest.raises(ValueError, match=r"float8\.skip: 'tok_embeddings' matches no linear"):
         check_model(untied, plan.layout, plan.batch, build_model(untied.model, vocab_size=300))
+
+
+def test_a_stage_that_holds_a_tied_head_alone_keeps_its_precision_as_one_process_does():
+    config = parse_config(
+        {"model": TIED["model"], "float8": {"recipe": "blockwise", "skip": ["layers.0.*"], "min_speedup": 0}}
+    )
+    whole = build_model(config.model, vocab_size=300)
+    meant = meaning_all_copies(config, whole)
+    last = take_stage(whole, range(1, len(whole.layers)), first=False, last=True)
+    for model in (whole, last):
+        convert_to_float8(model, meant.float8, tokens=256, fuse_norms=False)
+        assert type(model.lm_head) is nn.Linear
+    assert any(isinstance(module, titan_fp8.Float8Linear) for module in last.modules())

@@ -108,7 +108,7 @@ def _load(config: TokenizerConfig) -> Tokenizer:
 
 
 def _check_saved(config: TokenizerConfig, tokenizer: Tokenizer, path: Path) -> None:
-    """Refuse names of special tokens that are not those of a tokenizer that a run saved: labels would be others than asked for."""
+    """Refuse names of special tokens that are not those of a tokenizer that a run saved: labels would be others than asked."""
     special = tokenizer.special_ids
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     for field, number in ids.items():

@@ -74,7 +74,7 @@ def check_model(
             model,
             spec.tp,
             table=merge_tables(model, table_for(model), parallel.tp_plan),
-            seq_len_local=config.model.seq_len // spec.cp,
+            seq_len_local=(batch.microbatch if config.context.dynamic else 1) * config.model.seq_len // spec.cp,
             sequence_parallel=parallel.sequence_parallel,
             replicate_kv=parallel.replicate_kv,
             async_tp=parallel.async_tp,

@@ -48,6 +48,8 @@ class VocabShard(NamedTuple):
     """The ranks that hold the others."""
     offset: int
     """The first vocabulary entry here."""
+    largest: int = 0
+    """Most entries of any rank: by it all choose chunks of the same size. 0 where the caller names that size."""
 
 
 class LossHead(nn.Linear):
@@ -148,7 +150,7 @@ def locate_vocabulary(
         )
     head = part.get_submodule(name)
     assert isinstance(head, LossHead)
-    head.shard = VocabShard(group, cut.offset[0])
+    head.shard = VocabShard(group, cut.offset[0], -(-cut.global_shape[0] // group.size()))
 
 
 def linear_cross_entropy_sum(
@@ -189,7 +191,11 @@ def linear_cross_entropy_sum(
             f"labels of shape {tuple(labels.shape)}: hidden states must be [B, S, {weight.shape[-1]}] and labels [B, S]. "
             "Under parallel.tp, the linear to the vocabulary must have the style 'head' in parallel.tp_plan."
         )
-    return cast(Tensor, _LinearCrossEntropy.apply(hidden, weight, bias, labels, z_loss, shard, chunk_tokens, change))
+    training = (
+        torch.is_grad_enabled()
+    )  # inputs require a gradient in a validation too, and inside forward none is recorded
+    given = (hidden, weight, bias, labels, z_loss, shard, chunk_tokens, change, training)
+    return cast(Tensor, _LinearCrossEntropy.apply(*given))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -204,11 +210,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: VocabShard | None,
         chunk_tokens: int,
         change: LogitsChange | None,
+        training: bool,
     ) -> Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])
-        sums = _Sums(flat, weight, bias, ctx.needs_input_grad[:3], z_loss, shard, change)
+        gradients = ctx.needs_input_grad[:3] if training else (False, False, False)
+        sums = _Sums(flat, weight, bias, gradients, z_loss, shard, change)
         wanted = labels.reshape(-1)
-        step = chunk_tokens or head_chunk_rows(weight.shape[0], hidden.device.type)
+        rows = weight.shape[0] if shard is None else max(weight.shape[0], shard.largest)
+        step = chunk_tokens or head_chunk_rows(rows, hidden.device.type)
         if change is not None and change.cap and not chunk_tokens:  # whose slopes are further chunks, in float32
             step = max(64, step // 4)
         for start in range(0, wanted.shape[0], step):
@@ -226,7 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if g is None else _scaled(g, grads[0].to(g.dtype), dtype)
             for g, dtype in zip(kept, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 class _Sums:

@@ -126,6 +126,8 @@ def attention_layers(parts: Sequence[nn.Module]) -> Iterator[tuple[int, nn.Modul
                     "qk_clip.threshold: this model normalizes queries and keys by head, so that their weights do not bound the "
                     "logits, and they are bounded already. Set qk_clip.threshold=0."
                 )
+            if not {"wk", "wkv_b"} & {child for child, _ in module.named_children()}:
+                continue  # named as in transformers
             found = True
             yield number, module
     if not found:
@@ -244,6 +246,7 @@ def _scale_rows(linear: Any, factors: Tensor) -> None:
             mesh = parameter.device_mesh
             alike = DTensor.from_local(scale, mesh, [Replicate()] * mesh.ndim, run_check=False)
             cut = [Shard(0) if placement.is_shard(0) else Replicate() for placement in parameter.placements]
-            parameter.to_local().mul_(alike.redistribute(mesh, cut).to_local())
+            local = parameter.to_local()  # in host memory under parallel.offload
+            local.mul_(alike.redistribute(mesh, cut).to_local().to(local.device))
         else:
             parameter.mul_(scale)

@@ -12,16 +12,26 @@ from titan_train.values import did_you_mean
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: children of the containers that hold several modules of one class, outermost first."""
+    """The repeated blocks, outermost first: children of the containers that hold modules of one class, or of a list of layers
+    of several classes.
+    """
     found: list[nn.Module] = []
     inside: set[int] = set()
     for container in model.modules():
         blocks = list(container.children())
         repeats = isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        if repeats and blocks and len({type(b) for b in blocks}) == 1 and id(container) not in inside:
+        alike = len({type(b) for b in blocks}) == 1
+        if repeats and blocks and (alike or _is_list_of_layers(container)) and id(container) not in inside:
             found += blocks
             inside |= {id(m) for block in blocks for m in block.modules()}
     return found
+
+
+def _is_list_of_layers(container: nn.Module) -> bool:
+    """Whether all of its modules have parts of their own, and no names but numbers."""
+    named = dict(container.named_children())
+    numbered = not isinstance(container, nn.Sequential) and all(name.isdecimal() for name in named)
+    return numbered and all(any(True for _ in module.children()) for module in named.values())
 
 
 def hold_weights(model: nn.Module, weights: Literal["fp32", "bf16"]) -> None:

@@ -55,6 +55,10 @@ def meaning_all_copies(config: Config, whole: nn.Module) -> Config:
 
     keep_fp32 = completed(config.parallel.keep_fp32, fnmatch.fnmatchcase)
     skip = completed(config.float8.skip, lambda name, pattern: titan_fp8.matching_pattern(name, (pattern,)) is not None)
+    if (
+        skip
+    ):  # empty is the model's own. One process converts no shared weight, so no stage that holds one alone does either
+        skip = tuple(dict.fromkeys([*skip, *(name.rpartition(".")[0] for names in tied for name in names)]))
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(config.parallel, keep_fp32=keep_fp32),

@@ -138,7 +138,7 @@ class _Saved:
 
     def __init__(self, block: nn.Module, copies_for: CopiesFor, before: "_Saved | None") -> None:
         self._copies_for = copies_for
-        self._stay = {p.untyped_storage().data_ptr() for p in block.parameters()}
+        self._block, self._stay = block, set[int]()
         self._before = before
         self._held: list[_Held] = []
         # by address: the tensors are kept until forward ends, so that no other can come to lie where one was
@@ -152,7 +152,8 @@ class _Saved:
         """What autograd keeps in place of ``tensor``."""
         copies = self._copies_for(tensor)
         small = tensor.numel() * tensor.element_size() < LEAST_BYTES
-        if copies is None or small or tensor.untyped_storage().data_ptr() in self._stay:
+        plain = type(tensor) in (Tensor, nn.Parameter)  # others have no storage, such as a weight gathered in float8
+        if copies is None or small or not plain or self._is_parameter(tensor):
             return tensor
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)  # pyright: ignore[reportPrivateUsage]
         if key not in self._seen:
@@ -160,6 +161,14 @@ class _Saved:
             self._held.append(held)
             self._seen[key] = (tensor, held)
         return self._seen[key][1]
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        """Whether it is one of the block's, or a view of one. Asked late: experts are gathered after the block is entered."""
+        at = tensor.untyped_storage().data_ptr()
+        if at not in self._stay:
+            whole = (p.data for p in self._block.parameters())
+            self._stay |= {p.untyped_storage().data_ptr() for p in whole if type(p) is Tensor}
+        return at in self._stay
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor again; the first of a block starts the copies of its others and of the block before."""

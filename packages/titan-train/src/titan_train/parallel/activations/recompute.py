@@ -37,6 +37,7 @@ from titan_train.config import ActivationsConfig, Config
 from titan_train.models.common.recomputed import runs_again
 from titan_train.parallel.activations.offload import offload_activations
 from titan_train.parallel.activations.tiles import check_tiles, tile_token_wise
+from titan_train.parallel.structure import blocks_of
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
 _FLOAT8_MATMULS = ("scaled_mm", "grouped_scaled_mm")
@@ -275,6 +276,18 @@ def check_activations(config: Config, model: nn.Module) -> None:
     """
     check_patterns(model, config.activations)
     check_tiles(model, config.activations)
+    of_blocks = {
+        f"activations.checkpoint={config.activations.checkpoint!r}": config.activations.checkpoint
+        not in ("none", "pattern"),
+        "activations.offload=true": config.activations.offload,
+        "compile.enabled=true": config.compile.enabled,
+    }
+    if any(of_blocks.values()) and not blocks_of(model):
+        setting = next(name for name, given in of_blocks.items() if given)
+        raise ValueError(
+            f"{setting}: {type(model).__name__} has no repeated blocks, so nothing would change. Hold its layers in an "
+            "nn.ModuleList, or recompute modules by name with activations.checkpoint='pattern'."
+        )
     if config.activations.offload and config.compile.enabled:
         raise ValueError(
             "activations.offload=true and compile.enabled=true: a compiled block decides what it saves, and cannot be told "

@@ -69,11 +69,17 @@ def check_gather(config: Config) -> None:
             f"float8.tp_gather='on' and float8.recipe={recipe!r}: scales of this recipe span the tokens of all ranks in the "
             "weight gradient. Use recipe 'blockwise' or 'tensorwise', or tp_gather='auto'."
         )
+    if recipe != "none" and config.float8.tp_gather == "on" and config.activations.mlp_tiles > 1:
+        raise ValueError(
+            f"float8.tp_gather='on' and activations.mlp_tiles={config.activations.mlp_tiles}: a tile would gather its part of "
+            "each rank's tokens, in another order than that of the whole. Use tp_gather='auto', or mlp_tiles=1."
+        )
 
 
 def gathers_float8(config: Config, *, split_backward: bool) -> bool:
     """Whether sequence parallelism gathers in float8: as configured; by itself where nothing is lost."""
-    if config.model.lora_rank:  # an adapter reads what its base reads, before the cast
+    # an adapter reads what its base reads, before the cast; tiles would gather tiles, and tokens change places
+    if config.model.lora_rank or config.activations.mlp_tiles > 1:
         return False
     if config.float8.recipe == "none" or config.float8.tp_gather != "auto":
         return config.float8.recipe != "none" and config.float8.tp_gather == "on"
