@@ -93,6 +93,20 @@ def test_float64_stays_float64_throughout(method):
     assert max(run_ranks(float64_error, 2, method)) < 1e-13
 
 
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses", "usp"])
+def test_channels_may_lie_apart_in_memory(method):
+    p = plan(96, size=1, rank=0, num_heads=2, method=method, dtype=torch.float32)
+    torch.manual_seed(0)
+    q, k, v, grad_out = (torch.randn(1, 2, HEAD_DIM, 96).transpose(2, 3) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, plan=p)
+    want, _ = reference_attention(*leaves)
+    assert max_abs_error(out, want.detach()) <= TOLERANCE
+    both = (torch.autograd.grad(x, leaves, grad_out.to(x.dtype)) for x in (out, want))
+    for got, wanted in zip(*both, strict=True):
+        assert max_abs_error(got, wanted) <= TOLERANCE
+
+
 def one_rank():
     p = plan(32, size=1, rank=0, num_heads=4, num_kv_heads=2, dtype=torch.float32)
     q, k, v = (torch.randn(1, h, 32, 8, requires_grad=True) for h in (4, 2, 2))

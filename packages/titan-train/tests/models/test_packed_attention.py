@@ -59,6 +59,18 @@ def test_without_a_causal_mask_every_token_sees_all_of_its_document(dtype):
         assert (a - b).abs().max().item() <= bound
 
 
+def test_channels_may_lie_apart_in_memory():
+    torch.manual_seed(0)
+    q, k, v, probe = (torch.randn(2, 16, SEQ).permute(2, 0, 1) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    boundaries = torch.tensor([0, 20, SEQ], dtype=torch.int32)
+    out = packed_attention(*leaves, boundaries, 28)
+    want = packed_attention(*(x.contiguous() for x in leaves), boundaries, 28)
+    assert torch.equal(out, want)
+    both = (torch.autograd.grad(x, leaves, probe) for x in (out, want))
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
 def test_the_operator_is_sound_and_compiles_without_its_lengths():
     q, k, v = (x[0].detach().requires_grad_() for x in inputs(SHAPES["grouped"], torch.float32))
     boundaries = torch.tensor([0, 10, 10, 48], dtype=torch.int32)

@@ -113,6 +113,7 @@ def ring_attention(
         ValueError: If tensors, group or backend do not fit the plan, before any communication.
     """
     chosen = _check("ring", q, k, v, sinks, plan, backend)
+    q, k, v = _channels_together(q, k, v)
     check_group(group, plan.size, plan.rank, "group")
     return _ring_or_direct(q, k, v, sinks, RingSetup(plan, group, chosen, _scale(scale, q)))
 
@@ -155,6 +156,7 @@ def allgather_attention(
         ValueError: If tensors, group or backend do not fit the plan, before any communication.
     """
     chosen = _check("allgather", q, k, v, sinks, plan, backend)
+    q, k, v = _channels_together(q, k, v)
     check_group(group, plan.size, plan.rank, "group")
     heads_per_step = plan.heads_per_step if heads_per_step is None else heads_per_step
     if not 1 <= heads_per_step <= plan.num_kv_heads:
@@ -202,6 +204,7 @@ def ulysses_attention(
         ValueError: If tensors, group or backend do not fit the plan, before any communication.
     """
     chosen = _check("ulysses", q, k, v, sinks, plan, backend)
+    q, k, v = _channels_together(q, k, v)
     check_group(group, plan.size, plan.rank, "group")
     if attn_fn is not None:
         _reject_sinks(sinks)
@@ -254,6 +257,7 @@ def usp_attention(
         Fang and Zhao, "USP: A Unified Sequence Parallelism Approach" (arXiv 2405.07719).
     """
     chosen = _check("usp", q, k, v, sinks, plan, backend)
+    q, k, v = _channels_together(q, k, v)
     check_group(ring_group, plan.ring_degree, plan.ring_rank, "ring_group")
     check_group(ulysses_group, plan.ulysses_degree, plan.rank % plan.ulysses_degree, "ulysses_group")
     local_q, local_k, local_v = sequence_for_heads(q, k, v, plan, ulysses_group)
@@ -306,6 +310,12 @@ def _check(
         )
     request = Request(q.device, q.dtype, q.shape[-1], len(plan.cu_seqlens) > 2, plan.window is not None)
     return select(backend, request, q)
+
+
+def _channels_together(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each with the channels of a head side by side in memory: torch's private operators take no others, and do not say so."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

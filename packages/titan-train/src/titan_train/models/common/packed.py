@@ -61,6 +61,8 @@ def packed_attention(
     Returns:
         ``[T, H, E]``, in the dtype of ``q``.
     """
+    # kernels read channels that are neighbours in memory, and do not say so
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if not q.is_cuda:
         return cast(Tensor, torch.ops.titan_train.document_attention(q, k, v, boundaries, causal)[0])
     untried = _flash if flash_problem(q, v) is None else _efficient
