@@ -70,6 +70,26 @@ def test_applied_to_a_model_it_gives_the_same_output_and_gradients_and_can_be_un
     assert all(run_ranks(apply_to_model, 2, compiled, timeout_s=150))
 
 
+@pytest.mark.parametrize("shared", ["inner", "layer"])
+def test_a_part_that_several_layers_share_is_replaced_in_each_and_put_back(shared):
+    model, _ = build()
+    if shared == "inner":
+        model.layers[1].inner = model.layers[0].inner
+    else:
+        model.layers[1] = model.layers[0]
+    originals = dict(model.named_modules(remove_duplicate=False))
+    handle = apply_context_parallel(model, "layers.*.inner")
+    assert sorted(handle.modules) == ["layers.0.inner", "layers.1.inner"]
+    for layer, placed in zip(model.layers, handle.modules.values(), strict=True):
+        assert isinstance(layer.inner, CPAttention)
+        assert layer.inner is placed
+    one = plan(8, size=1, rank=0, num_heads=4, num_kv_heads=2)
+    handle.set_plan(one)
+    assert all(layer.inner.plan is one for layer in model.layers)
+    handle.remove()
+    assert dict(model.named_modules(remove_duplicate=False)) == originals
+
+
 def test_an_exception_inside_leaves_the_model_as_it_was():
     model, _ = build()
     originals = dict(model.named_modules())

@@ -143,7 +143,7 @@ def apply_context_parallel(
     Args:
         model: The model, changed in place.
         pattern: Shell pattern of the submodules' names, e.g. ``"layers.*.attention.inner"``. They must hold no
-            parameters or buffers and be called as ``inner(q, k, v)``.
+            parameters or buffers and be called as ``inner(q, k, v)``. One that layers share is replaced in each.
         plan: The plan to follow; None if `ContextParallel.set_plan` follows.
         group: As for `CPAttention`, and so are the rest.
         ring_group: USP's ring group.
@@ -159,7 +159,7 @@ def apply_context_parallel(
         ValueError: If no submodule matches, or one holds weights, or is context-parallel already. The model is then
             unchanged.
     """
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     matched = [name for name in names if fnmatchcase(name, pattern)]
     if not matched:
         near = [name for name in names if "att" in name.lower()][:8] or names[:8]
@@ -176,11 +176,11 @@ def apply_context_parallel(
                 f"{name!r} ({type(module).__name__}) holds {held[:4]}, which replacing it would lose. Match the part "
                 "that takes (q, k, v) and has no weights."
             )
-    replaced: dict[str, nn.Module] = {}
-    placed: dict[str, CPAttention] = {}
-    for name in matched:
-        replaced[name] = model.get_submodule(name)
-        placed[name] = CPAttention(
+    replaced = {
+        name: model.get_submodule(name) for name in matched
+    }  # all before any is replaced: layers may share parts
+    made = {
+        original: CPAttention(
             plan,
             group=group,
             ring_group=ring_group,
@@ -188,6 +188,10 @@ def apply_context_parallel(
             dim_order=dim_order,
             scale=scale,
             backend=backend,
-        ).train(replaced[name].training)
-        model.set_submodule(name, placed[name])
+        ).train(original.training)
+        for original in replaced.values()
+    }
+    placed = {name: made[original] for name, original in replaced.items()}
+    for name, module in placed.items():
+        model.set_submodule(name, module)
     return ContextParallel(model, replaced, placed)
