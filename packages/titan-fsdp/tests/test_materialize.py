@@ -168,6 +168,25 @@ def test_buffers_that_are_not_on_meta_keep_their_values() -> None:
     assert model.steps.tolist() == [5.0]
 
 
+class Scaled(nn.Module):
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("table", table)
+
+
+def test_a_buffer_of_several_modules_keeps_its_value_in_each_and_stays_one_tensor() -> None:
+    table = torch.tensor([1.0, 2.0, 3.0])
+    with torch.device("meta"):
+        model = nn.ModuleList([Scaled(table) for _ in range(3)])
+    for place in ("cpu", "meta"):
+        materialize(model, "cpu", never_a_buffer, skip=lambda name: True, buffer_device=place)
+        tables = [block.get_buffer("table") for block in model]
+        assert all(found.device.type == place for found in tables)
+        assert place == "meta" or [found.tolist() for found in tables] == [[1.0, 2.0, 3.0]] * 3
+        assert {id(found) for found in tables} == {id(tables[0])}
+
+
 def test_buffers_can_be_elsewhere_than_parameters() -> None:
     """With CPU offload FSDP brings parameters to the device, and nothing else. meta stands for that device."""
     with torch.device("meta"):

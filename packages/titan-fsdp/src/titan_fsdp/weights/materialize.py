@@ -124,19 +124,24 @@ def _chunk(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
 
 
 def _allocate(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
-    real = {name: b.detach().clone() for name, b in model.named_buffers() if not b.is_meta}
+    real = [(module, leaf, b) for module, leaf, b in _buffers(model) if not b.is_meta]
     if any(t.is_meta for t in [*model.parameters(), *model.buffers()]):
         model.to_empty(device=device)
-        for name, buffer in model.named_buffers():
-            if name in real:
-                buffer.copy_(real[name])
     else:
         model.to(device)
-    if buffer_device != device:
-        for module in model.modules():
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[leaf] = buffer.to(buffer_device)
+    for module, leaf, buffer in _buffers(model):
+        module._buffers[leaf] = buffer.to(buffer_device)
+    # Both give each module its own: what several share, such as a table of all blocks, is one tensor again.
+    moved: dict[int, Tensor] = {}
+    for module, leaf, buffer in real:
+        if id(buffer) not in moved:
+            moved[id(buffer)] = buffer.to(buffer_device)
+        module._buffers[leaf] = moved[id(buffer)]
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Every buffer with its module and its name there; one that several modules share comes with each of them."""
+    return [(module, leaf, b) for module in model.modules() for leaf, b in module._buffers.items() if b is not None]
 
 
 def _retie(model: nn.Module, tied: list[list[str]]) -> None:
