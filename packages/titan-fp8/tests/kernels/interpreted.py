@@ -20,6 +20,7 @@ from titan_fp8.kernels.triton import (
     grouped_mm,
     layer_norm,
     mx,
+    rotation,
     row,
     tensor,
     transpose,
@@ -221,6 +222,26 @@ def cross_entropy_errors(logits):
     }
 
 
+def rotation_errors():
+    """Rotary positions of tensors whose memory is in another order than their sizes, against plain operations."""
+    generator = torch.Generator().manual_seed(0)
+    layouts = {
+        "tokens_first": lambda b, s, h, d: torch.randn(b, s, h, d, generator=generator),
+        "heads_first": lambda b, s, h, d: torch.randn(b, h, s, d, generator=generator).transpose(1, 2),
+        "channels_first": lambda b, s, h, d: torch.randn(b, d, s, h, generator=generator).permute(0, 2, 3, 1),
+    }
+    results = {}
+    for layout, draw in layouts.items():
+        for batch, seq_len in ((2, 5), (2, 1), (1, 5)):
+            x, angle = draw(batch, seq_len, 3, 8), torch.rand(1, seq_len, 1, 4, generator=generator)
+            a, b = x.double().chunk(2, -1)
+            cos, sin = angle.double().cos(), angle.double().sin()
+            got = rotation.rotate(x, angle.cos(), angle.sin())
+            expected = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+            results[f"rotate-{layout}-{batch}x{seq_len}"] = error(got, expected)
+    return results
+
+
 def closeness():
     """Kernels whose sums or exponentials are rounded in another order: the largest relative error of each result."""
     generator = torch.Generator().manual_seed(0)
@@ -329,4 +350,8 @@ def allow_loops_over_tensors():
 if __name__ == "__main__":
     round_kernel[(1,)](torch.zeros(1), torch.zeros(1, dtype=torch.uint8), 1, True)  # imports the interpreter
     allow_loops_over_tensors()
-    print(json.dumps({"mismatches": {**exhaustive(), **casts(), **grouped()}, "errors": closeness()}))
+    print(
+        json.dumps(
+            {"mismatches": {**exhaustive(), **casts(), **grouped()}, "errors": {**closeness(), **rotation_errors()}}
+        )
+    )

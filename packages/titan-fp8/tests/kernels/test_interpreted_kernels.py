@@ -80,6 +80,12 @@ ERRORS = {
             ("softmax_gradient", 2.0**-8),
         )
     },
+    # two products and their sum, each rounded to float32, and the angle's sine and cosine
+    **{
+        f"rotate-{layout}-{size}": 4 * 2.0**-24
+        for layout in ("tokens_first", "heads_first", "channels_first")
+        for size in ("2x5", "2x1", "1x5")
+    },
     "grouped_scaled_mm-block1x128": WITHIN_THE_BOUND,
     "grouped_scaled_mm-row": WITHIN_THE_BOUND,
     "grouped_scaled_mm-tensor": WITHIN_THE_BOUND,

@@ -110,18 +110,19 @@ class _Rotation(torch.autograd.Function):
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool, *, inverse: bool) -> Tensor:
     batch, seq_len, num_heads, width = x.shape
-    rows_follow = batch == 1 or x.stride(0) == seq_len * x.stride(1)
+    rows_follow = batch == 1 or seq_len == 1 or x.stride(0) == seq_len * x.stride(1)
     if x.stride(3) != 1 or not rows_follow:
         x = x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     half = width // 2
+    stride_token = x.stride(0) if seq_len == 1 else x.stride(1)
     padded = triton.next_power_of_2(half)
     heads = min(triton.next_power_of_2(num_heads), max(1, _PAIRS // padded))
     launch(
         rotate_kernel, (batch * seq_len, triton.cdiv(num_heads, heads)),
-        x, cos, sin, out, num_heads, half, cos.numel() // half, x.stride(1), x.stride(2),
+        x, cos, sin, out, num_heads, half, cos.numel() // half, stride_token, x.stride(2),
         HEADS=heads, WIDTH=padded, MASKED=padded != half or num_heads % heads != 0, INVERSE=inverse, NEIGHBOURS=neighbours,
         num_warps=4,
     )  # fmt: skip
