@@ -6,17 +6,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ckpt_layouts import assert_equal
 from ckpt_loop import build, full_state, train
-from titan_ckpt import Checkpointer, CheckpointError, DamageError, Manifest, TrainState, export_hf
+from titan_ckpt import Checkpointer, CheckpointError, DamageError, Manifest, Retention, TrainState, export_hf
+from titan_ckpt.background.rendezvous import give_up
 from titan_ckpt.cli import main
-from titan_ckpt.save.job import SaveLayout, WriteJob
+from titan_ckpt.comm import ByteComm
+from titan_ckpt.interop import dcp_storage, stream
+from titan_ckpt.interop.views import View
+from titan_ckpt.save import prepare
+from titan_ckpt.save.job import SaveLayout, WriteJob, commit_job, write_job
+from titan_ckpt.state.leaves import tensor_bytes
 from titan_ckpt.steps import commit, leftovers, listing
 from titan_ckpt.steps.claim import Process
 from titan_ckpt.storage.files import MappedFile, fetch_all
 from titan_ckpt.storage.paths import RemotePath, as_path, shared_between_processes
 from titan_testing import run_ranks
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -170,6 +178,87 @@ def test_a_store_that_fails_to_answer_is_an_error_and_nothing_is_deleted(bucket)
         leftovers.sweep(as_path(bucket))
         assert sorted(Objects.store) == before, "and what was begun is swept once the store answers"
     assert ck.steps() == [1, 2, 3]
+
+
+def fail_after(monkeypatch, module, name: str) -> None:
+    """Have ``module.name`` do its work and then fail."""
+    real = getattr(module, name)
+
+    def late(*args, **kwargs):
+        real(*args, **kwargs)
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(module, name, late)
+
+
+def save_directly(root: str) -> None:
+    Checkpointer(root, keep_last=1).save(2, state_of(2.0))
+
+
+def save_with_dcp(root: str) -> None:
+    writer = dcp_storage.TitanStorageWriter(root, 2)
+    try:
+        dcp.save({"weight": torch.ones(4)}, storage_writer=writer)
+    finally:
+        writer.reset()
+
+
+class Ones(View):
+    def fill(self, box, into) -> None:
+        into.fill_(1)
+
+
+def write_views(root: str) -> None:
+    stream.write_step(as_path(root), 2, {"model": {"weight": Ones("F32", (4,))}}, {}, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("module", "save"),
+    [(prepare, save_directly), (dcp_storage, save_with_dcp), (stream, write_views)],
+    ids=["save", "dcp", "import"],
+)
+def test_a_save_that_fails_after_its_commit_keeps_the_step(bucket, monkeypatch, module, save):
+    with Checkpointer(bucket) as ck:
+        ck.save(1, state_of(1.0))
+    fail_after(monkeypatch, module, "commit_now")
+    with pytest.raises((RuntimeError, CheckpointException), match="too late"):
+        save(bucket)
+    assert Checkpointer(bucket).steps()[-1] == 2
+    Manifest.open(Checkpointer(bucket).path(2))
+
+
+def test_a_save_that_fails_before_its_commit_leaves_nothing(bucket, monkeypatch):
+    fail_after(monkeypatch, prepare, "write_job")
+    with Checkpointer(bucket) as ck, pytest.raises(RuntimeError, match="too late"):
+        ck.save(1, state_of(1.0))
+    assert not leftovers.folders_below(as_path(bucket))
+
+
+def test_a_saver_that_ends_after_its_commit_keeps_the_step(bucket):
+    ck = Checkpointer(bucket, keep_last=1)
+    ck.save(1, state_of(1.0))
+    comm = ByteComm()
+    preparer = prepare.SavePreparer(comm, compress=False)
+    planned = preparer.plan(2, state_of(2.0))
+    job = preparer.begin(ck.root, planned, retention=Retention(last=1), owner=Process.of(os.getpid()))
+    commit_job(job, write_job(job, map(tensor_bytes, planned.views())))
+    assert give_up(job, "the saver process ended")
+    assert fill_of(bucket) == (2, 2.0)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_save_given_up_while_the_store_fails_to_answer_is_kept_if_it_is_committed_else_swept(bucket, committed):
+    folder, _ = commit.begin_save(as_path(bucket), 1, Process.of(os.getpid()))
+    (folder / "model-r00000.safetensors").write_bytes(b"x")
+    if committed:
+        (folder / "MANIFEST.json").write_bytes(b"{}")
+    Objects.failing = "MANIFEST"
+    with pytest.raises(OSError, match="503"):
+        commit.discard_unfinished(folder)
+    Objects.failing = ""
+    assert (folder / "model-r00000.safetensors").exists()
+    leftovers.sweep(as_path(bucket))
+    assert folder.exists() == committed
 
 
 class ClientError(Exception):

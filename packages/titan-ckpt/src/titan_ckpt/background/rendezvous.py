@@ -113,7 +113,7 @@ def give_up(job: WriteJob, reason: str) -> bool:
     """Tell the other savers that this rank's part will not come; False if not even that can be written."""
     try:
         if job.lead is not None:
-            commit.discard(job.folder)  # the others see that it is gone
+            commit.discard_unfinished(job.folder)  # the others see that it is gone
         else:
             _write_note(job, {"error": reason[:_REASON_CHARS]}, make=True)
     except Exception:  # a store's client has its own kinds

@@ -5,6 +5,7 @@ tagged JSON in ``extra``. So `Checkpointer` restores a model that was saved flat
 ``dcp.load`` reads the weights of any step.
 """
 
+import contextlib
 import io
 import os
 import pickle
@@ -46,7 +47,7 @@ from titan_ckpt.save.write import write_safetensors
 from titan_ckpt.state import leaves
 from titan_ckpt.state.dtypes import DTYPES, dtype_name
 from titan_ckpt.steps.claim import Process
-from titan_ckpt.steps.commit import begin_save, discard
+from titan_ckpt.steps.commit import begin_save, discard_unfinished
 from titan_ckpt.storage.paths import StorePath, as_path
 
 
@@ -125,7 +126,8 @@ class TitanStorageWriter(StorageWriter):
         try:
             done.set_result(self._write(place, plan, planner))
         except BaseException:  # DCP does not report a failed save to its storage
-            discard(self.root / place.folder)
+            with contextlib.suppress(OSError):
+                discard_unfinished(self.root / place.folder)
             raise
         return done
 
@@ -162,7 +164,8 @@ class TitanStorageWriter(StorageWriter):
     def _give_up(self) -> None:
         """Delete the unfinished step, on the coordinator."""
         if self._folder is not None:
-            discard(self._folder)
+            with contextlib.suppress(OSError):
+                discard_unfinished(self._folder)
         self._folder = None
 
     def _commit(self, metadata: Metadata, results: list[WriteResult]) -> StorePath:

@@ -1,5 +1,6 @@
 """Write views as a step, in one process and without a model."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from titan_ckpt.save.prepare import VERSIONS, layout_files
 from titan_ckpt.state.leaves import tensor_bytes
 from titan_ckpt.state.train_state import merge_shared
 from titan_ckpt.steps.claim import Process
-from titan_ckpt.steps.commit import begin_save, discard
+from titan_ckpt.steps.commit import begin_save, discard_unfinished
 from titan_ckpt.steps.retention import Retention
 from titan_ckpt.storage.paths import StorePath
 
@@ -42,7 +43,8 @@ def write_step(
     try:
         return commit_now(job, write_job(job, (view_bytes(listed[p.held][2], progress=progress) for p in pieces)))
     except BaseException:
-        discard(folder)
+        with contextlib.suppress(OSError):
+            discard_unfinished(folder)
         raise
 
 

@@ -165,7 +165,7 @@ def save_now(job: WriteJob, planned: Planned, comm: ByteComm) -> StorePath:
     except Exception:
         if comm.rank == 0:
             with contextlib.suppress(OSError):
-                commit.discard(job.folder)
+                commit.discard_unfinished(job.folder)
         raise
 
 

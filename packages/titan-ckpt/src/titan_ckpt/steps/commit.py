@@ -46,6 +46,7 @@ from titan_ckpt.steps.claim import OWNER_NAME, Process, disown, name_owner, owne
 from titan_ckpt.steps.listing import (
     Revision,
     all_revisions,
+    is_unfinished,
     newest_revisions,
     next_revision,
     revisions_of,
@@ -156,6 +157,21 @@ def discard(path: StorePath) -> None:
     left = retire(path)
     if left is not None:
         remove_tree(left)
+
+
+def discard_unfinished(path: StorePath) -> None:
+    """Delete an unfinished save, if it exists. A step that is committed by now stays: its predecessors may be gone.
+
+    Raises:
+        OSError: If the storage does not answer. Only its owner's name is removed then: it is swept unless it is committed.
+    """
+    try:
+        begun = is_unfinished(path)
+    except OSError:
+        disown(path)
+        raise
+    if begun:
+        discard(path)
 
 
 def purge(newest: StorePath, step: int, retention: Retention, distrusted: Sequence[int] = ()) -> list[StorePath]:
