@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from titan_ckpt import Checkpointer, CheckpointError, DamageError, TrainState
+from titan_ckpt.load import restore as restoring
 from titan_ckpt.load.reader import StepReader
+from titan_ckpt.steps import commit
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -147,3 +149,22 @@ def test_what_ranks_tell_each_other_of_damage_is_json(tmp_path):
     damage = Damage("model-r00001.safetensors", "does not match its digest", ("a", "b"), 3, 12 << 20)
     sent = json.loads(json.dumps(_encode_error(DamageError("step-00000001", [damage]))))
     assert [_decode_damage(place) for place in sent["damages"]] == [damage]
+
+
+def restore_a_step_that_goes(root: str) -> int:
+    """Restore while the run that saves here deletes the newest step, after rank 1 has planned what to read."""
+    if torch.distributed.get_rank() == 1:
+        real = restoring.touched_blocks
+
+        def touched(reader, copies):
+            restoring.touched_blocks = real
+            commit.discard(reader.path)
+            return real(reader, copies)
+
+        restoring.touched_blocks = touched
+    return Checkpointer(root).restore(state_at(0))
+
+
+def test_a_step_that_is_deleted_while_ranks_share_out_its_blocks_gives_way_to_another_on_every_rank(tmp_path):
+    run_ranks(save_steps, 2, str(tmp_path), 2)
+    assert run_ranks(restore_a_step_that_goes, 2, str(tmp_path), timeout_s=25) == [1, 1]

@@ -127,7 +127,7 @@ def restore_step(
 
     restore = comm.attempt(lambda: _Restore(path, state, comm, strict, cast), doing, failure)
     comm.agree(restore.unexpected_names(), doing)
-    blocks = restore.my_share(verify)
+    blocks = restore.my_share(verify, doing, failure)
     comm.attempt(lambda: restore.check(blocks), doing, failure)
     comm.attempt(restore.apply, f"{doing}, half done", failure)
     return restore.reader.manifest.step
@@ -168,14 +168,14 @@ class _Restore:
         for step in self.apply_steps:
             step()
 
-    def my_share(self, verify: Verify) -> set[Block]:
-        """The blocks that this rank must check. Collective."""
+    def my_share(self, verify: Verify, doing: str, failure: Callable[[OSError], Exception]) -> set[Block]:
+        """The blocks that this rank must check. Collective; errors are raised as `ByteComm.attempt` says."""
         if verify == "none":
             return set()
         blocks = touched_blocks(self.reader, self.copies)
         if self.comm.size > 1:
-            reads = self.comm.all_gather(encode_reads(blocks, self.reader.path, self.comm.rank))
-            blocks = assign_blocks(blocks, reads, self.comm.rank)
+            mine = self.comm.attempt(lambda: encode_reads(blocks, self.reader.path, self.comm.rank), doing, failure)
+            blocks = assign_blocks(blocks, self.comm.all_gather(mine), self.comm.rank)
         if verify == "all":
             files = self.reader.index.files
             for file in range(self.comm.rank, len(files), self.comm.size):
