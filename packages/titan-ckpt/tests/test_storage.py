@@ -13,12 +13,13 @@ from titan_ckpt import Checkpointer, CheckpointError, DamageError, Manifest, Ret
 from titan_ckpt.background.rendezvous import give_up
 from titan_ckpt.cli import main
 from titan_ckpt.comm import ByteComm
+from titan_ckpt.format.manifest import CommitRecord
 from titan_ckpt.interop import dcp_storage, stream
 from titan_ckpt.interop.views import View
 from titan_ckpt.save import prepare
 from titan_ckpt.save.job import SaveLayout, WriteJob, commit_job, write_job
 from titan_ckpt.state.leaves import tensor_bytes
-from titan_ckpt.steps import commit, leftovers, listing
+from titan_ckpt.steps import claim, commit, leftovers, listing
 from titan_ckpt.steps.claim import Process
 from titan_ckpt.storage.files import MappedFile, fetch_all
 from titan_ckpt.storage.paths import RemotePath, as_path, shared_between_processes
@@ -158,6 +159,51 @@ def test_an_unfinished_save_is_no_step_and_swept_when_its_owner_is_dead(bucket):
     assert not gone.exists()
     assert alive.exists()
     assert abroad.exists()
+
+
+def test_a_save_that_is_committed_during_a_sweep_is_kept(bucket, monkeypatch):
+    Checkpointer(bucket).save(1, state_of(1.0))
+    root = as_path(bucket)
+    manifest = Checkpointer(bucket).path(1) / "MANIFEST.json"
+    data = manifest.read_bytes()
+    manifest.unlink()
+    claim.name_owner(manifest.parent, Process.of(os.getpid()))
+
+    def looks_late(folder):
+        manifest.write_bytes(data)
+        claim.disown(folder)
+        return claim.owner_alive(folder)
+
+    monkeypatch.setattr(leftovers, "owner_alive", looks_late)
+    assert leftovers.sweep(root) == []
+    assert fill_of(bucket) == (1, 1.0)
+
+
+def test_saves_go_on_after_the_newest_steps_were_removed_by_hand(bucket):
+    for step in (1, 2, 3):
+        with Checkpointer(bucket) as ck:
+            ck.save(step, state_of(float(step)))
+    for step in (2, 3):
+        commit.discard(Checkpointer(bucket).path(step))
+    for step in (2, 3):
+        with Checkpointer(bucket) as ck:
+            ck.save(step, state_of(float(step)))
+    assert Checkpointer(bucket).steps() == [1, 2, 3]
+    serials = [CommitRecord.read(path).serial for _, path in listing.step_folders(as_path(bucket))]
+    assert serials == [1, 4, 5]
+    turns = [path.name for path in as_path(bucket).iterdir() if path.name.startswith("commit-")]
+    assert turns == ["commit-00000005.json"]
+
+
+def test_a_writer_that_looked_before_later_commits_takes_no_turn_that_is_over(bucket):
+    ck = Checkpointer(bucket, keep_last=1)
+    for step in (1, 2, 3):
+        ck.save(step, state_of(float(step)))
+    folder, _ = commit.begin_save(as_path(bucket), 9, Process.of(os.getpid()))
+    with pytest.raises(FileExistsError, match="another writer"):
+        commit.take_turn(folder, 2)
+    turns = [path.name for path in as_path(bucket).iterdir() if path.name.startswith("commit-")]
+    assert turns == ["commit-00000003.json"]
 
 
 def test_a_store_that_fails_to_answer_is_an_error_and_nothing_is_deleted(bucket):

@@ -11,7 +11,7 @@ the manifest, is the commit. Deletion starts with the manifest.
 The serial of a commit is one more than the largest serial. In such a store, two writers that look at the same time would take
 the same one. So before its index and manifest, a writer creates ``commit-<serial>.json`` with a put that fails if the object
 exists. One writer succeeds; the other raises and commits nothing. The object names the writer's folder. If that writer was
-killed before its manifest, or its folder is gone, the next writer takes the next serial.
+killed before its manifest, or its folder is gone, the next writer takes a serial after it.
 
 A folder is deleted only if it has a name that this package gives and its writer is proven dead. If the storage does not
 answer, nothing is deleted.
@@ -258,11 +258,14 @@ def take_turn(folder: RemotePath, serial: int) -> int:
                 raise _lost(root, rival) from None
         serial += 1
     # A later commit deletes earlier objects, so a slow writer may get an old serial.
-    later = [path.name for path in root.iterdir() if (parse_turn_name(path.name) or 0) > serial]
-    if later:
-        path.unlink(missing_ok=True)
-        raise _lost(root, later[-1])
-    return serial
+    later = {number: turn for turn in root.iterdir() if (number := parse_turn_name(turn.name) or 0) > serial}
+    if not later:
+        return serial
+    path.unlink(missing_ok=True)
+    for turn in later.values():
+        if (rival := _holder(turn)) is not None:
+            raise _lost(root, rival)
+    return take_turn(folder, 1 + max(later))
 
 
 def end_turn(folder: RemotePath, serial: int) -> None:

@@ -48,7 +48,8 @@ def is_leftover(path: StorePath) -> bool:
     """Whether a folder is left from a crashed save or deletion. Replaced revisions are not looked for."""
     if renames(path) and TRASH.fullmatch(path.name):
         return path.is_dir()
-    return is_unfinished(path) and not owner_alive(path)
+    # In a store, its writer may have committed it and removed its own name between the two looks: a third one shows that.
+    return is_unfinished(path) and not owner_alive(path) and (renames(path) or is_unfinished(path))
 
 
 def _superseded(root: StorePath) -> list[StorePath]:
