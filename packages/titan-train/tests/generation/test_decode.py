@@ -4,7 +4,9 @@ import pytest
 import torch
 from titan_train.config.model import ModelConfig
 from titan_train.generation import CachedAttention, Sampling, generate, kv_cache, stream, supports_cache
-from titan_train.models import CausalAttention, build_model, init_for
+from titan_train.models import CausalAttention, SequenceContext, build_model, init_for
+from titan_train.models.common.delta import GatedDeltaNet
+from titan_train.models.shape import DeltaShape
 from torch import Tensor, nn
 
 FAMILIES = ["llama3_debug", "gpt_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug"]
@@ -33,6 +35,60 @@ class NoCache(nn.Module):
         x = self.embed(tokens)
         steps = torch.arange(1, x.shape[1] + 1).view(1, -1, 1)
         return self.head(x.cumsum(1) / steps)
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.attention = self.again = CausalAttention(2, 2, 8)
+
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 8)) for part in self.qkv(x).chunk(3, -1))
+        return self.out((self.attention(q, k, v, context) + self.again(k, q, v, context)).flatten(-2))
+
+
+class Looped(nn.Module):
+    """A user's model that runs through its block several times."""
+
+    supports_kv_cache = True
+
+    def __init__(self, passes: list[int], *, delta: bool) -> None:
+        super().__init__()
+        self.passes = passes
+        self.embed, self.places = nn.Embedding(97, 16), nn.Embedding(64, 16)
+        shape = DeltaShape(heads=2, key_heads=2, state=8, head_dim=8, taps=3)
+        self.block = GatedDeltaNet(16, shape, 1e-5) if delta else Mixing()
+        self.head = nn.Linear(16, 97)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        positions = torch.arange(tokens.shape[1])[None] if positions is None else positions
+        x = self.embed(tokens) + self.places(positions)
+        for _ in range(self.passes[0] if len(self.passes) == 1 else self.passes.pop(0)):
+            x = x + self.block(x, SequenceContext(positions=positions))
+        return self.head(x)
+
+
+def looped(*passes: int, delta: bool = False) -> Looped:
+    torch.manual_seed(0)
+    model = Looped(list(passes), delta=delta)
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    return model
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["attention", "delta rule"])
+def test_a_block_that_is_called_several_times_has_a_cache_for_each_call(delta: bool) -> None:
+    model = looped(3, delta=delta)
+    before = list(model.named_modules(remove_duplicate=False))
+    assert generate(model, PROMPTS, max_new_tokens=12) == generate(model, PROMPTS, max_new_tokens=12, use_cache=False)
+    assert list(model.named_modules(remove_duplicate=False)) == before
+
+
+@pytest.mark.parametrize("passes", [(2, 3), (3, 2, 3), (1, 2, 1)])
+def test_a_call_whose_cache_lacks_earlier_tokens_is_refused(passes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"'block.attention' is called .* use_cache=False"):
+        generate(looped(*passes), PROMPTS, max_new_tokens=6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

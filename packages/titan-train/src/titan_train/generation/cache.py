@@ -12,18 +12,22 @@ A layer that carries a state instead (`DeltaRule`) keeps it, and the last tokens
 changes neither, so the generating loop says how long each row's prompt is. Of a forward that verifies drafts it keeps both after
 each token, and goes on from the last one that was accepted.
 
-Memory: 2 x layers x B x K x T x D elements, allocated once. A new token reads only the positions in use, where the caller
-knows their number without asking the device (`CacheLength`); the query heads that share a key head are laid side by side as
-if they were tokens, so that no key is read twice.
+A layer that a model calls several times in a forward, such as a block that it runs through again, has a cache for each call
+(`CacheOfCalls`).
+
+Memory: 2 x layers x B x K x T x D elements, allocated once; a layer counts as often as it is called. A new token reads only the
+positions in use, where the caller knows their number without asking the device (`CacheLength`); the query heads that share a
+key head are laid side by side as if they were tokens, so that no key is read twice.
 
 Shapes: B batch, S new tokens, T positions of the cache, H query heads, K key-value heads, D head width.
 """
 
 import copy
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import titan_cp
 import torch
@@ -180,6 +184,40 @@ def _of_token(inputs: DeltaInputs, number: int) -> DeltaInputs:
     return inputs._replace(**{name: getattr(inputs, name)[:, number : number + 1] for name in named})
 
 
+class CacheOfCalls(nn.Module):
+    """In the place of a layer: a cache for each time that the model calls it in a forward."""
+
+    def __init__(self, name: str, new_cache: Callable[[], nn.Module]) -> None:
+        """Take the layer's name, and what makes a `CachedAttention` or a `CachedDelta`."""
+        super().__init__()
+        self._name, self._new_cache = name, new_cache
+        self.caches = nn.ModuleList()
+        self._calls = 0
+        """In this forward."""
+        self._whole = 0
+        """How many first caches have seen every forward."""
+        self._growing = True
+
+    def begin(self) -> None:
+        """Before every forward of the model."""
+        self._growing = len(self.caches) == 0
+        self._whole = min(self._whole, self._calls)
+        self._calls = 0
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """As the layer in whose place it is."""
+        if self._calls == self._whole:
+            if not self._growing:
+                raise ValueError(
+                    f"{self._name!r} is called more than {self._whole} times in a forward, and was not in every forward before: "
+                    "a cache of its keys and values lacks tokens. Generate with use_cache=False, or call it equally often."
+                )
+            self.caches.append(self._new_cache())
+            self._whole += 1
+        self._calls += 1
+        return self.caches[self._calls - 1](*inputs)
+
+
 def supports_cache(model: nn.Module) -> bool:
     """Whether tokens meet only in `CausalAttention` and `DeltaRule`, as ``supports_kv_cache = True`` says, and positions are
     taken.
@@ -199,18 +237,30 @@ def kv_cache(model: nn.Module, length: int) -> Generator[CacheLength, None, None
         model: One for which `supports_cache` is true.
         length: Positions of the cache: no forward may reach position ``length``.
     """
+    whole = unwrap(model)
+    # not named_children: a layer that has two names in its parent is called by both
     owners = [
-        (parent, name, child)
-        for parent in unwrap(model).modules()
-        for name, child in parent.named_children()
+        (path, parent, name, child)
+        for path, parent in whole.named_modules()
+        for name, child in list(parent._modules.items())
         if isinstance(child, CausalAttention | DeltaRule)
     ]
     in_use = CacheLength()
+    placed: list[CacheOfCalls] = []
+
+    def begin(_model: nn.Module, _inputs: object) -> None:
+        for cache in placed:
+            cache.begin()
+
+    handle = whole.register_forward_pre_hook(begin)
     try:
-        for parent, name, child in owners:
-            cached = CachedDelta.of(child, in_use) if isinstance(child, DeltaRule) else CachedAttention(length, in_use)
-            setattr(parent, name, cached)
+        for path, parent, name, child in owners:
+            is_delta = isinstance(child, DeltaRule)
+            new = partial(CachedDelta.of, child, in_use) if is_delta else partial(CachedAttention, length, in_use)
+            placed.append(CacheOfCalls(f"{path}.{name}" if path else name, new))
+            setattr(parent, name, placed[-1])
         yield in_use
     finally:
-        for parent, name, child in owners:
+        handle.remove()
+        for _, parent, name, child in owners:
             setattr(parent, name, child)
