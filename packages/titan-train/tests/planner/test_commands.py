@@ -3,6 +3,7 @@
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
@@ -179,3 +180,68 @@ def test_a_rehearsal_of_a_model_that_the_planner_does_not_know(capsys: pytest.Ca
 def test_plan_names_the_precisions_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama3_8b", "--devices", "8", "--global-batch", "64", "--precision", "fp9"]) == 2
     assert "Use one of fp32, bf16" in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_fit_as_rehearsed_leaves_every_list_and_the_next_takes_its_place(
+    monkeypatch, capsys
+) -> None:
+    asked = []
+
+    def rehearse(config, devices, counted):
+        asked.append(config)
+        peak = 2**50 if len(asked) == 1 else 2**30
+        return [SimpleNamespace(peak=peak, left_out="")]
+
+    monkeypatch.setattr("titan_train.planner.memory.ranks.rehearse", rehearse)
+    words = [
+        "plan",
+        "llama3_1b",
+        "--devices",
+        "8",
+        "--global-batch",
+        "64",
+        "--precision",
+        "bf16",
+        "--top",
+        "1",
+        "--rehearse",
+        "1",
+    ]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (left,) = [line for line in lines if line.startswith("left out: ")]
+    gone = left.removeprefix("left out: ").partition(" does not fit")[0]
+    assert not [line for line in lines if line.endswith(gone)]
+    assert any(line.startswith("  1 ") for line in lines)
+    assert any(line.startswith("rehearsed 1: ") for line in lines)
+
+
+def test_recipes_that_the_trainer_lacks_are_refused(capsys) -> None:
+    words = [
+        "plan",
+        "llama3_1b",
+        "--devices",
+        "8",
+        "--global-batch",
+        "64",
+        "--hardware",
+        "b200",
+        "--precision",
+        "nvfp4",
+    ]
+    assert main(words) == 2
+    assert "is a recipe of TransformerEngine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--parallel.mode", "ddp"], "parallel.mode='ddp'"),
+        (["--parallel.accumulate", "unsharded"], "parallel.accumulate='unsharded'"),
+        (["--parallel.tp", "2", "--parallel.sequence_parallel", "false"], "parallel.sequence_parallel=false"),
+    ],
+)
+def test_transfers_that_are_not_counted_are_said_not_to_be(more: list[str], said: str, capsys) -> None:
+    words = ["check", "debug", "--rehearse", "--devices", "2", "--train.global_batch", "8", *more]
+    assert main(words) == 0
+    assert f"transfers of a step: not computed with {said}." in capsys.readouterr().out

@@ -5,11 +5,12 @@ import json
 import re
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from titan_testing.browser import Browser
-from titan_train.planner import find_shape, load_machine
+from titan_train.planner import estimate, find_shape, load_machine
 from titan_train.planner.search.search import search
 from titan_train.planner.search.space import PlanRequest
 from titan_train.planner.view.page import Plan, build_plan_app, page
@@ -31,7 +32,7 @@ def plan() -> Plan:
 def test_what_cannot_run_is_refused_with_the_reason(plan: Plan) -> None:
     for choices, reason in (
         ({"tp": 3}, "does not divide 8 devices"),
-        ({"tp": 3, "gpus": 3}, "tp=3 does not divide 8 heads"),
+        ({"tp": 3, "gpus": 3}, "tp=3 does not divide the heads of each layer"),
         ({"global_batch": 4}, "4 sequences cannot be cut over 8 data-parallel ranks"),
         ({"pp": 8, "global_batch": 2}, "2 microbatches are fewer than 8 pipeline ranks"),
         ({"ep": 2}, "ep=2 must divide"),
@@ -121,3 +122,26 @@ def test_the_server_answers_positions_of_its_sliders_and_its_own_page_only(plan:
     elsewhere = {"origin": "http://elsewhere.example"}
     assert client.post("/answer", json={"tp": 2}, headers=elsewhere).status_code == 403
     assert client.post("/answer", content="{}", headers={"content-type": "text/plain"}).status_code == 415
+
+
+def test_recomputation_of_each_fourth_block_is_a_position_of_its_own(plan: Plan) -> None:
+    """Others mean all blocks, whatever was planned."""
+    planned = replace(plan.best.setup, recompute="full", recompute_share=0.25)
+    found = estimate(plan.shape, plan.machine, planned, plan.best.constants)
+    fourth = Plan(found, plan.limit_bytes)
+    assert fourth.choices["recompute"] == "full, each fourth"
+    setups = {name: fourth.setup({"recompute": name}) for name in ("none", "full, each fourth", "selective", "full")}
+    assert [(s.recompute, s.recompute_share) for s in setups.values()] == [
+        ("none", 1.0), ("full", 0.25), ("selective", 1.0), ("full", 1.0)
+    ]  # fmt: skip
+    assert set(setups) <= set(fourth.values(live=True)["recompute"])
+    speeds = [float(fourth.answer({"recompute": name})["speed"].split()[0].replace(",", "")) for name in setups]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_a_layout_whose_heads_cannot_be_exchanged_takes_another_method(plan: Plan) -> None:
+    setup = replace(plan.best.setup, cp=4, dp_shard=2, cp_method="ulysses")
+    cut = Plan(estimate(plan.shape, plan.machine, setup), plan.limit_bytes)
+    assert cut.setup({}).cp_method == "ulysses"
+    assert cut.setup({"tp": 4, "cp": 2}).cp_method == "ulysses"
+    assert cut.setup({"tp": 2, "cp": 8, "gpus": 16}).cp_method == "allgather"

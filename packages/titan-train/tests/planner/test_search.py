@@ -10,6 +10,7 @@ import torch
 from titan_pipeline import FAMILIES, build_schedule, simulate, verify
 from titan_train.config import load_config
 from titan_train.optim.compact_adamw import CompactAdamW
+from titan_train.parallel.layout.run import plan_run
 from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.cost.constants import prior
@@ -391,3 +392,76 @@ def test_an_update_with_small_states_moves_the_bytes_that_the_planner_counts(sta
     with Count():
         optimizer.step()
     assert moved / weight.numel() == pytest.approx(STATES_PASSES[states], rel=0.05)
+
+
+ODD = {
+    "parallel.mode": "ddp", "parallel.reshard": "never", "parallel.async_tp": "true", "parallel.offload": "cpu",
+    "parallel.accumulate": "unsharded", "parallel.compress": "bf16", "activations.mlp_tiles": 4, "activations.offload": "true",
+    "float8.recipe": "rowwise", "train.fused_loss": "false", "train.dtype": "fp32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"precision": "fp32"}, {"precision": "tensorwise", "tp": 2, "dp_shard": 4}], ids=str
+)
+def test_what_was_planned_is_written_whatever_the_base_says(changed: dict, tmp_path) -> None:
+    base, file = tmp_path / "base.toml", tmp_path / "plan.toml"
+    sections: dict[str, list[str]] = {}
+    for key, value in ODD.items():
+        section, name = key.split(".")
+        text = str(value) if str(value) in ("true", "false") or isinstance(value, int) else f'"{value}"'
+        sections.setdefault(section, []).append(f"{name} = {text}")
+    tables = (f"[{section}]\n" + "\n".join(lines) for section, lines in sections.items())
+    base.write_text('extends = "llama3_1b"\n' + "\n".join(tables) + "\n")
+    planned = Setup(seq_len=2048, global_batch=16, microbatch=1, dp_shard=8, loss="chunked").changed(**changed)
+    planned = planned.changed(async_tp=planned.tp > 1)
+    file.write_text(config_toml("llama3_1b", planned, nproc=8, base=str(base)))
+    config = load_config(str(file))
+    assert setup_of_config(config, 8) == planned
+    assert config.parallel.accumulate == "sharded"
+    plan_run(config, 8)
+
+
+@pytest.mark.parametrize(
+    ("devices", "tp", "each"), [(12, 1, 6), (12, 2, 6), (20, 4, 4), (28, 1, 7), (16, 8, 8), (4, 2, 4)]
+)
+def test_any_number_of_devices_is_written_as_machines_that_fill_it(devices: int, tp: int, each: int, tmp_path) -> None:
+    file = tmp_path / "plan.toml"
+    setup = Setup(seq_len=2048, global_batch=devices, dp_shard=devices // tp, tp=tp, loss="chunked")
+    file.write_text(config_toml("llama3_1b", setup, nproc=8))
+    launch = load_config(str(file)).launch
+    assert (launch.nproc, launch.nproc * launch.nnodes) == (each, devices)
+
+
+def test_the_memory_of_the_list_is_that_of_its_setups() -> None:
+    """The method of context parallelism is chosen before memory is compared with the limit."""
+    asked = request("flux_dev", 16, 4608, 64, fixed={"cp": 2, "tp": 1})
+    found = search(asked, 100).best
+    assert any(e.setup.cp_method == "ulysses" for e in found)
+    for e in found:
+        assert memory_peak(e.shape, e.setup).allocated == e.memory.allocated <= asked.limit_bytes
+
+
+def test_adapters_are_predicted_as_adapters() -> None:
+    config = load_config("lora")
+    setup = setup_of_config(config, 1)
+    assert setup.task == "lora"
+    shape = find_shape("llama3_8b")
+    whole, adapted = (memory_peak(shape, replace(setup, task=task)).parts for task in ("pretrain", "lora"))
+    assert "gradients" not in adapted
+    assert adapted["optimizer"] < whole["optimizer"] / 20
+    assert adapted["parameters"] == whole["parameters"]  # frozen ones stay in float32
+
+
+def test_copies_that_follow_from_the_degrees_are_predicted_as_those_asked_for() -> None:
+    words = ["--train.global_batch", "8", "--launch.nproc", "8"]
+    asked = load_config("llama3_1b", [*words, "--parallel.mode", "ddp"])
+    degrees = [*words, "--parallel.mode", "auto", "--parallel.dp_replicate", "8", "--parallel.dp_shard", "1"]
+    assert setup_of_config(load_config("llama3_1b", degrees), 8) == setup_of_config(asked, 8)
+
+
+def test_more_recomputation_than_of_each_fourth_block_is_named() -> None:
+    shape = find_shape("llama3_8b")
+    setup = Setup(seq_len=8192, global_batch=8, dp_shard=8, recompute="full", recompute_share=0.25, loss="chunked")
+    said = refuse_setup(shape, setup, memory_peak(shape, setup), 35 * 2**30)
+    assert "Smallest change that fits: full recomputation (" in said

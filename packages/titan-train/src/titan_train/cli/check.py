@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from titan_pipeline import Schedule
     from torch import nn
 
+    from titan_train.models.shape import ModelShape
     from titan_train.parallel.layout.batch import BatchPlan
     from titan_train.parallel.layout.run import RunPlan
     from titan_train.planner.memory.closed import RankEstimate
+    from titan_train.planner.setup import Setup
 
 
 def main(parser: CommandParser, words: Sequence[str]) -> int:
@@ -161,7 +163,7 @@ def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int
         arguments.trace.write_text(step_trace(found))
         print(f"\ntrace: {arguments.trace} (open it in ui.perfetto.dev)")
     if found.memory.allocated > machine.memory_bytes:
-        print(f"\n{setup.describe()} {refuse_setup(shape, setup, found.memory, 0.98 * machine.memory_bytes)}")
+        print(f"\n{setup.describe()} {refuse_setup(shape, setup, found.memory, machine.memory_bytes)}")
         return 2
     return 0
 
@@ -327,13 +329,34 @@ def _transfers(config: Config, devices: int, vocabulary: int | None) -> str:
         setup, shape = setup_of_config(config, devices), shape_of_config(config)
     except ValueError as why:
         return f"transfers of a step: not computed. {why}"
+    if unknown := _transfers_not_known(config, setup, shape):
+        return f"transfers of a step: not computed with {unknown}."
     if vocabulary:
         shape = dataclasses.replace(shape, vocab=vocabulary)
-    traffic = step_traffic(shape, setup, element_bytes=4 if config.train.dtype == "fp32" else 2)
+    element_bytes = 4 if config.train.dtype == "fp32" else 2
+    traffic = step_traffic(shape, setup, element_bytes=element_bytes, grad_bytes=setup.grad_bytes)
     lines = [f"{'transfers of a step, first rank':<34}{'count':>8}{'GB':>10}"]
     for (axis, kind), count in sorted(traffic.counts.items()):
         lines.append(f"  {axis:<14}{kind:<18}{count:>8,}{traffic.num_bytes[axis, kind] / 1e9:>10.3f}")
     return "\n".join(lines)
+
+
+def _transfers_not_known(config: Config, setup: "Setup", shape: "ModelShape") -> str:
+    """A setting whose transfers `step_traffic` does not count; empty where there is none."""
+    parallel = config.parallel
+    settings = {
+        f"parallel.accumulate={parallel.accumulate!r}": parallel.accumulate != "sharded",
+        f"parallel.compress={parallel.compress!r}": parallel.compress != "none",
+        "parallel.sequence_parallel=false": setup.tp > 1 and not parallel.sequence_parallel,
+        f"float8.recipe={config.float8.recipe!r}, whose weights are gathered in float8": setup.float8,
+        "parallel.mode='ddp'": setup.sharding == "ddp",
+        f"pipeline.schedule={setup.schedule!r}": setup.pp > 1
+        and (setup.stages_per_rank > 1 or setup.head_on_first_rank),
+        "experts and copies of the model": shape.moe and setup.dp_replicate > 1,
+        "experts in a pipeline": shape.moe and setup.pp > 1,
+        "experts and parallel.reshard='never'": shape.moe and not setup.reshard,
+    }
+    return next((words for words, given in settings.items() if given), "")
 
 
 def _float8_lines(config: Config, model: "nn.Module", tokens: int) -> str:

@@ -3,7 +3,7 @@
 `titan-train plan llama3_70b --devices 256 --hardware h100 --seq-len 8192 --global-batch 512 --out plan` writes the best
 setup as a configuration (plan.toml), the memory-speed picture (plan.svg) and a page with sliders (plan.html).
 `--explain 1 3` compares two of the list term by term. The first three are built as they will run, on fake tensors, before they
-are shown: one that does not fit leaves the list. `--rehearse 0` leaves that out, and answers without torch.
+are shown: one that does not fit leaves the list. `--rehearse 0` leaves that out; in bf16 it answers without torch.
 """
 
 import argparse
@@ -90,12 +90,13 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             f"--out {str(arguments.out)!r}: there is no folder {str(arguments.out.parent)!r}. Create it first."
         )
     request = build_request(arguments)
-    ranking = search(request, max(arguments.top, *(arguments.explain or (1,))))
+    shown = max(arguments.top, *(arguments.explain or (1,)))
+    ranking = search(request, shown + arguments.rehearse)  # one that does not fit as rehearsed makes room for the next
     if not ranking.best:
         print(refuse_search(request, ranking.closest))
         return 2
     if arguments.explain:
-        _chosen(ranking, *arguments.explain)
+        _chosen(ranking, shown, *arguments.explain)
     base = configuration_of(arguments.model)
     trained = bool(base or request.shape.name in list_models() or request.shape.name.startswith(PREFIX))
     nproc, notes = min(request.machine.domain, 8), list[str]()
@@ -106,8 +107,9 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         if not ranking.best:
             print("\n".join(notes))
             return 2
+    del ranking.best[shown:]
     if arguments.explain:
-        print(comparison_text(*_chosen(ranking, *arguments.explain)))
+        print(comparison_text(*_chosen(ranking, shown, *arguments.explain)))
     else:
         print("\n".join([ranking_text(ranking), *(["", *notes] if notes else [])]))
     plan = Plan(ranking.best[0], request.limit_bytes, request.constants)
@@ -135,10 +137,11 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     return 0
 
 
-def _chosen(ranking: "Ranking", *numbers: int) -> "list[StepEstimate]":
-    if not 1 <= min(numbers) <= max(numbers) <= len(ranking.best):
+def _chosen(ranking: "Ranking", shown: int, *numbers: int) -> "list[StepEstimate]":
+    count = min(shown, len(ranking.best))
+    if not 1 <= min(numbers) <= max(numbers) <= count:
         words = " ".join(map(str, numbers))
-        raise ValueError(f"--explain {words}: the list has {len(ranking.best)} setups; give two numbers of it.")
+        raise ValueError(f"--explain {words}: the list has {count} setups; give two numbers of it.")
     return [ranking.best[number - 1] for number in numbers]
 
 
@@ -164,7 +167,8 @@ def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], s
             found = max(ranks, key=lambda rank: rank.peak)
             sizes = f"{found.peak / 2**30:.1f} GiB, planned {e.memory.allocated_gib:.1f}"
             if found.peak > limit:
-                ranking.best.pop(number)
+                for listed in (ranking.best, ranking.front, *ranking.kinds.values()):
+                    listed[:] = [other for other in listed if other.setup != e.setup]
                 lines.append(f"left out: {e.setup.describe()} does not fit as rehearsed: {sizes}")
                 continue
             number += 1
@@ -231,6 +235,11 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     for precision in arguments.precision or ():
         if precision not in get_args(Precision):
             raise ValueError(f"--precision {precision!r} is unknown. Use one of {', '.join(get_args(Precision))}.")
+        if precision in ("delayed", "nvfp4") and not arguments.stack.startswith("te"):
+            raise ValueError(
+                f"--precision {precision} is a recipe of TransformerEngine, which the trainer lacks. Use --stack te, or one of "
+                "bf16, fp32, tensorwise, rowwise, blockwise, mxfp8."
+            )
     default = ["bf16", "tensorwise"] if machine.fp8 and arguments.stack == "compile" else ["bf16"]
     shape = shape_of_config(config) if base and config is not None else find_shape(arguments.model)
     if name.startswith(PREFIX):

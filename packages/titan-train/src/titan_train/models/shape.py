@@ -272,12 +272,12 @@ class ModelShape:
     kept: Callable[[Any], float] | None = field(default=None, compare=False)
     """From a planner's setup to the bytes that one block keeps for backward, where a module of its own was counted."""
 
-    @property
+    @cached_property
     def moe(self) -> bool:
         """Whether any block has routed experts."""
         return any(isinstance(b.ffn, ExpertsShape) for b in self.blocks)
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """Blocks."""
         return sum(b.count for b in self.blocks)

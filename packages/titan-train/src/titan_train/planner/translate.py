@@ -33,6 +33,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         raise ValueError(f"train.global_batch={train.global_batch} is not a multiple of {dp} data-parallel ranks.")
     local = train.global_batch // dp
     stages = config.pipeline.stages_per_rank or stages_of(config.pipeline.schedule)
+    copies = p.mode == "ddp" or (p.mode == "auto" and replicate > 1 and dp == replicate and p.cp == 1)
     recompute = {"none": "none", "full": "full", "every": "full"}.get(kind, "selective")
     return Setup(
         seq_len=config.model.seq_len,
@@ -51,7 +52,8 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         recompute_share=1 / config.activations.every if kind == "every" else 1.0,
         precision=_precision(config),  # type: ignore[arg-type]
         min_speedup=config.float8.min_speedup,
-        sharding="ddp" if p.mode == "ddp" else "fsdp",
+        sharding="ddp" if copies else "fsdp",
+        task="lora" if config.model.lora_rank else "pretrain",
         reshard=p.reshard != "never",
         stack="compile" if config.compile.enabled else "eager",
         fused_norms=config.launch.device != "cpu",
@@ -105,8 +107,8 @@ def _diffusion_lines(seq_len: int) -> list[str]:
 def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
     """A configuration for `titan-train`, with the data and tokenizer of the shipped llama3_1b to be replaced.
 
-    A diffusion model extends its own shipped configuration, with its data. ``base`` is the
-    configuration that the model came from, with its data.
+    A diffusion model extends its own shipped configuration, with its data. ``base`` is the configuration that the model came
+    from, with its data. What was planned is written whether it is the default or not: a base may have another value.
     """
     s, diffusion = setup, is_diffusion(name) and not base
     inherited = base or ("flux_dev" if diffusion else "llama3_1b")
@@ -121,21 +123,22 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         "[train]",
         f"global_batch = {s.global_batch}",
         f"microbatch = {s.microbatch}",
-        'dtype = "bf16"',
+        f'dtype = "{"fp32" if s.precision == "fp32" else "bf16"}"',
+        *([f"fused_loss = {_toml(s.loss == 'chunked')}"] if s.loss != "fused" else []),
         "",
         "[parallel]",
+        'mode = "auto"',
         *(f"{axis} = {degree}" for axis, degree in s.degrees().items()),
+        f"async_tp = {_toml(s.async_tp and s.tp > 1)}",
+        f'reshard = "{"default" if s.reshard else "never"}"',
+        f'offload = "{"cpu" if s.offload_optimizer else "none"}"',
+        'accumulate = "sharded"',
+        'compress = "none"',
     ]
     if diffusion:
         lines[lines.index("[train]") : lines.index("[train]")] = _diffusion_lines(s.seq_len)
-    if s.async_tp and s.tp > 1:
-        lines.append("async_tp = true")
-    if not s.reshard:
-        lines.append('reshard = "never"')
-    if s.offload_optimizer:
-        lines.append('offload = "cpu"')
     if s.pp > 1:
-        lines += ["", "[pipeline]", f'schedule = "{s.schedule}"', f"stages_per_rank = {s.stages_per_rank}"]
+        lines += ["", "[pipeline]", f'schedule = "{s.schedule}"', f"stages_per_rank = {s.stages_per_rank}", "cuts = []"]
     if s.cp > 1:
         lines += ["", "[context]", f'method = "{s.cp_method}"']
     every = round(1 / s.recompute_share)
@@ -143,13 +146,19 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         "",
         "[activations]",
         *(['checkpoint = "every"', f"every = {every}"] if every > 1 else [f'checkpoint = "{s.recompute}"']),
+        f"mlp_tiles = {s.mlp_tiles}",
+        f"offload = {_toml(s.offload_activations > 0)}",
     ]
-    if s.offload_activations:
-        lines.append("offload = true")
-    if s.float8:
-        lines += ["", "[float8]", f'recipe = "{s.precision}"']
+    lines += ["", "[float8]", f'recipe = "{s.precision if s.float8 else "none"}"']
     if s.states != "fp32":
         lines += ["", "[optimizer]", f'states = "{s.states}"']
-    lines += ["", "[compile]", f"enabled = {str(s.stack == 'compile').lower()}"]
-    lines += ["", "[launch]", f"nproc = {min(nproc, s.world_size)}", f"nnodes = {max(1, s.world_size // nproc)}"]
+    lines += ["", "[compile]", f"enabled = {_toml(s.stack == 'compile')}"]
+    # as many devices of each machine as divide the run, and hold whole tensor-parallel groups if they can
+    fitting = [n for n in range(1, nproc + 1) if s.world_size % n == 0]
+    each = max((n for n in fitting if n % s.tp == 0), default=max(fitting))
+    lines += ["", "[launch]", f"nproc = {each}", f"nnodes = {s.world_size // each}"]
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: bool) -> str:
+    return str(value).lower()

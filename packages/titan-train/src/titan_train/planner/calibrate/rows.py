@@ -226,6 +226,7 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
         if collection == "torchtitan" and "2025" not in r["source"]
         else "compiled",
         task="lora" if r.get("task") == "lora" else "pretrain",
+        weight_bytes=2.0 if r.get("task") == "lora" else 4.0,  # frozen ones are held in bf16 there
         equal_stages=megatron,
         overlap=collection != "simumax",
         bf16_share=number("bf16_blocks", 0) / find_shape(r["model"]).num_layers,

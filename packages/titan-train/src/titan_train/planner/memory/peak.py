@@ -103,9 +103,11 @@ def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
 def block_shares(shape: ModelShape, setup: Setup) -> list[float]:
     """Parts of the blocks on each pipeline rank, as the trainer cuts them: stages of equal FLOPs, the last with the head."""
     stages = 2 * setup.pp if setup.head_on_first_rank else setup.pp * setup.stages_per_rank
-    block = replace(shape, vocab=0, mtp=0).flops_per_token(setup.seq_len, causal=False) / shape.num_layers
-    head = shape.mtp + (1 + shape.mtp) * 6.0 * shape.head_parameters / block
-    cut = _cut(shape.num_layers, round(head, 2), stages)
+    key = "head in blocks", setup.seq_len
+    if key not in shape.memo:
+        block = replace(shape, vocab=0, mtp=0).flops_per_token(setup.seq_len, causal=False) / shape.num_layers
+        shape.memo[key] = round(shape.mtp + (1 + shape.mtp) * 6.0 * shape.head_parameters / block, 2)
+    cut = _cut(shape.num_layers, shape.memo[key], stages)
     on_rank = [[r, -1 - r] if setup.head_on_first_rank else range(r, stages, setup.pp) for r in range(setup.pp)]
     return [sum(cut[stage] for stage in held) / shape.num_layers for held in on_rank]
 

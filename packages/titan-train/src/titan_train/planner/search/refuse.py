@@ -28,27 +28,29 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield "microbatch 1", replace(setup, microbatch=1)
     if setup.recompute == "none" and not setup.te:
         yield "selective recomputation", replace(setup, recompute="selective")
-    if setup.recompute != "full":
-        yield "full recomputation", replace(setup, recompute="full", recompute_modules=())
+    full = replace(setup, recompute="full", recompute_share=1.0, recompute_modules=())
+    if full != setup:
+        yield "full recomputation", full
         if setup.microbatch > 1:
-            yield "full recomputation and microbatch 1", replace(setup, recompute="full", microbatch=1)
+            yield "full recomputation and microbatch 1", replace(full, microbatch=1)
     if setup.state_bytes == (ADAMW_STATE_BYTES["fp32"],) * 2 and setup.sharding == "fsdp":
         for states in ("bf16", "int8"):
             less = replace(setup, states=states, state_bytes=(ADAMW_STATE_BYTES[states],) * 2)
             yield f"optimizer.states = {states!r}", less
-            yield f"full recomputation and optimizer.states = {states!r}", replace(less, recompute="full")
+            both = replace(full, states=states, state_bytes=less.state_bytes)
+            yield f"full recomputation and optimizer.states = {states!r}", both
     words = "the optimizer state in host memory" if setup.te else "parameters and optimizer state in host memory"
     if setup.pp == 1 or setup.te:
         yield words, replace(setup, offload_optimizer=1.0)
         yield (
             f"full recomputation, microbatch 1 and {words}",
-            replace(setup, recompute="full", microbatch=1, offload_optimizer=1.0),
+            replace(full, microbatch=1, offload_optimizer=1.0),
         )
 
 
 def exchanges(shape: ModelShape, setup: Setup) -> Iterator[tuple[str, Setup]]:
     """The same devices with fewer data-parallel ranks: the sequence or the heads are cut instead, the least cut first."""
-    full = replace(setup, recompute="full", recompute_modules=(), microbatch=1)
+    full = replace(setup, recompute="full", recompute_share=1.0, recompute_modules=(), microbatch=1)
     for factor in (2, 4, 8, 16, 32):
         if setup.dp_shard % factor:
             return
@@ -93,6 +95,8 @@ def fewest_shards(shape: ModelShape, setup: Setup, limit_bytes: float) -> int | 
             dp_shard=setup.dp_shard * factor,
             global_batch=setup.global_batch * factor,
             recompute="full",
+            recompute_share=1.0,
+            recompute_modules=(),
         )
         if memory_peak(shape, changed).allocated <= limit_bytes:
             return changed.world_size

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from titan_train.models.shape import ModelShape
 from titan_train.planner.calibrate.defaults import constants_for
 from titan_train.planner.cost.block import BlockCost, block_cost
 from titan_train.planner.cost.constants import Constants
@@ -37,7 +38,7 @@ _RECOMPUTE_TE = (
     {"recompute": "none"},
     {"recompute": "none", "recompute_modules": ("layernorm", "moe_act")},
     {"recompute": "none", "recompute_modules": ("layernorm", "moe_act", "mla_up_proj", "mlp")},
-    {"recompute": "full"},
+    {"recompute": "full", "recompute_modules": ()},
 )
 
 
@@ -191,7 +192,7 @@ class Searcher:
     def _fastest(self, setup: Setup, peak: MemoryPeak) -> StepEstimate:
         """Settle what needs no memory, or little: the method of context parallelism, and resharding."""
         if setup.cp > 1:
-            setup = min(self._cp_methods(setup), key=lambda s: sum(c.total() for c in self._costs(s)))
+            setup, peak = self._exchange(setup, peak)
         best = self._estimate(setup, peak)
         if setup.sharding == "fsdp" and setup.pp == 1 and setup.dp_shard * setup.cp > 1:
             kept = setup.changed(reshard=False)
@@ -202,13 +203,14 @@ class Searcher:
                     return other
         return best
 
-    def _cp_methods(self, setup: Setup) -> list[Setup]:
-        heads = [b.attention for b in self.request.shape.blocks if b.attention is not None]
-        # a ring balances the work of causal attention; without that the trainer gathers or exchanges
-        methods = ["ring", "allgather"] if all(a.causal for a in heads) else ["allgather"]
-        if all(a.heads // setup.tp % setup.cp == 0 and a.kv_heads // setup.tp % setup.cp == 0 for a in heads):
-            methods.append("ulysses")
-        return [setup.changed(cp_method=method) for method in methods]
+    def _exchange(self, setup: Setup, peak: MemoryPeak) -> tuple[Setup, MemoryPeak]:
+        """The method of context parallelism with the cheapest block, of those that fit; ``peak`` is that of ``setup``."""
+        methods = [setup.changed(cp_method=method) for method in cp_methods(self.request.shape, setup)]
+        for other in sorted(methods, key=lambda s: sum(c.total() for c in self._costs(s))):
+            held = peak if other.cp_method == setup.cp_method else memory_peak(self.request.shape, other)
+            if held.allocated <= self.request.limit_bytes:
+                return other, held
+        return setup, peak
 
     def _constants(self, setup: Setup) -> Constants:
         if setup.precision not in self.constants:
@@ -238,6 +240,16 @@ class Searcher:
         near = [x for x in scored if x[0] >= scored[0][0] * (1 - _TIE)]
         first = min(near, key=lambda x: (x[1], -x[0]))
         return [first[2], *(x[2] for x in scored if x is not first)], len(near)
+
+
+def cp_methods(shape: ModelShape, setup: Setup) -> list[str]:
+    """What the setup can exchange under context parallelism; an exchange of heads is the last."""
+    heads = [b.attention for b in shape.blocks if b.attention is not None]
+    # a ring balances the work of causal attention; without that the trainer gathers or exchanges
+    methods = ["ring", "allgather"] if all(a.causal for a in heads) else ["allgather"]
+    if all(a.heads // setup.tp % setup.cp == 0 and a.kv_heads // setup.tp % setup.cp == 0 for a in heads):
+        methods.append("ulysses")
+    return methods
 
 
 def at(setup: Setup, precision: Precision) -> Setup:

@@ -17,12 +17,14 @@ from titan_train.planner.cost.constants import Constants
 from titan_train.planner.cost.schedules import SEARCHED, schedule_cost, stages_of
 from titan_train.planner.estimate import StepEstimate, estimate
 from titan_train.planner.hardware.machine import Machine
+from titan_train.planner.search.search import cp_methods
 from titan_train.planner.setup import Precision, Setup
 from titan_train.planner.view.tables import count_text
 from titan_train.trust.published import content_policy
 
 _GIB = 2.0**30
 _MOST_POINTS = 600
+_EACH_FOURTH = "full, each fourth"
 _LABELS = {
     "gpus": "Devices", "seq_len": "Sequence", "global_batch": "Global batch", "microbatch": "Microbatch", "tp": "tp", "cp": "cp",
     "pp": "pp", "ep": "ep", "dp_replicate": "Replicas", "schedule": "Schedule", "stages_per_rank": "Stages per rank",
@@ -57,7 +59,8 @@ class Plan:
     def choices(self) -> dict[str, int | str]:
         """Where the sliders stand at first."""
         s = self.best.setup
-        return {name: s.world_size if name == "gpus" else getattr(s, name) for name in _LABELS}
+        found = {name: s.world_size if name == "gpus" else getattr(s, name) for name in _LABELS}
+        return found | ({"recompute": _EACH_FOURTH} if s.recompute == "full" and s.recompute_share == 1 / 4 else {})
 
     def setup(self, choices: Choices) -> Setup:
         """The setup that the sliders mean; all else is as planned.
@@ -78,9 +81,14 @@ class Plan:
         shard = c.pop("gpus") // inner
         alone = c["cp"] * shard == 1 or c["pp"] > 1  # nothing to gather again
         planned = self.best.setup
+        if c["recompute"] == _EACH_FOURTH:
+            c |= {"recompute": "full", "recompute_share": 1 / 4, "recompute_modules": ()}
+        elif c["recompute"] != self.choices["recompute"]:
+            c |= {"recompute_share": 1.0, "recompute_modules": ()}
         setup = replace(planned, **c, dp_shard=shard, async_tp=c["tp"] > 1, reshard=alone or planned.reshard)
         _check(self.shape, self.machine, setup)
-        return setup
+        methods: list[Any] = cp_methods(self.shape, setup)
+        return setup if setup.cp == 1 or setup.cp_method in methods else replace(setup, cp_method=methods[-1])
 
     def answer(self, choices: Choices) -> dict[str, Any]:
         """What the page shows for some choices: texts, and the bars' parts in percent."""
@@ -98,7 +106,7 @@ class Plan:
         best = self.choices
         experts = [b.ffn for b in self.shape.blocks if isinstance(b.ffn, ExpertsShape)]
         names: dict[str, list[int | str]] = {
-            "recompute": ["none", "selective", "full"],
+            "recompute": ["none", _EACH_FOURTH, "selective", "full"],
             "precision": [name for name in get_args(Precision) if _has_units(self.machine, name)],
         }
         if live:
@@ -212,11 +220,8 @@ def _has_units(machine: Machine, precision: str) -> bool:
 def _check(shape: ModelShape, machine: Machine, s: Setup) -> None:
     """Refuse with a ValueError what no trainer could run."""
     reasons: list[str] = []
-    for attention in (b.attention for b in shape.blocks if b.attention is not None):
-        heads = attention.heads if attention.latent else attention.kv_heads
-        if attention.heads % s.tp or heads % s.tp:
-            reasons.append(f"tp={s.tp} does not divide {heads} heads.")
-            break
+    if not all(block.splits(s.tp) for block in shape.blocks):
+        reasons.append(f"tp={s.tp} does not divide the heads of each layer.")
     if s.tp > machine.domain:
         reasons.append(f"tp={s.tp} leaves the {machine.domain} devices of one domain.")
     if s.global_batch % (s.dp * s.microbatch):

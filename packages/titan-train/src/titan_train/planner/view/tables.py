@@ -95,10 +95,11 @@ def _small_states(ranking: Ranking) -> list[str]:
     small, best = ranking.request.states[1:], ranking.best[0]
     if not small:
         return []
-    if best.setup.states != "fp32":
+    if best.setup.states != (first := ranking.request.states[0]):
+        given = "float32" if first == "fp32" else first
         return [
             "",
-            f"Nothing fits with AdamW's states in float32; with optimizer.states = {best.setup.states!r} it does.",
+            f"Nothing fits with AdamW's states in {given}; with optimizer.states = {best.setup.states!r} it does.",
         ]
     lines = [""]
     for states in small:
