@@ -121,6 +121,20 @@ def test_clip_on_a_plain_model_matches_torch() -> None:
         torch.testing.assert_close(a.grad, b.grad, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("norm", [2.0, 3.0, math.inf])
+def test_gradients_of_every_dtype_are_clipped_together(norm: float) -> None:
+    dtypes = [torch.float64, torch.complex128, torch.complex64, torch.float32, torch.bfloat16]
+    params = [torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes]
+    for p in params:
+        p.grad = (torch.arange(1.0, 4.0) * (1 + 2j if p.is_complex() else 1)).to(p.dtype)
+    before = [p.grad.clone() for p in params]
+    want = torch.linalg.vector_norm(torch.cat([grad.abs().double() for grad in before]), norm)
+    got = clip_grad_norm_(params, 0.5, norm)
+    torch.testing.assert_close(got, want.float())
+    for p, grad in zip(params, before, strict=True):
+        torch.testing.assert_close(p.grad, grad * (0.5 / got))
+
+
 def test_a_norm_that_is_not_finite_can_raise() -> None:
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([1.0, math.nan])

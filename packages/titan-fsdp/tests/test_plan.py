@@ -222,3 +222,23 @@ def test_a_scalar_parameter_is_named() -> None:
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="'scale' is a scalar"):
         plan(model, {"shard": 2})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (torch.ones(2, dtype=torch.complex64), r"'scale' is complex64.*view_as_real"),
+        (torch.empty(0, 4), r"'scale', shape \(0, 4\), has no elements.*requires_grad_\(False\)"),
+    ],
+    ids=["complex", "empty"],
+)
+def test_a_parameter_whose_gradient_cannot_be_reduced_is_named_unless_it_is_frozen_or_ignored(
+    values: torch.Tensor, words: str
+) -> None:
+    model = nn.Module()
+    model.scale = nn.Parameter(values)
+    with pytest.raises(ValueError, match=words):
+        plan(model, {"shard": 2})
+    assert plan(model, {"shard": 2}, Policy(ignore=["scale"])).ignored == ("scale",)
+    model.scale.requires_grad_(False)
+    plan(model, {"shard": 2})

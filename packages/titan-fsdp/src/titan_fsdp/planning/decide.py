@@ -77,6 +77,8 @@ def planned_units(
         local = parameter.to_local() if is_dtensor(parameter) else parameter
         if local.ndim == 0:
             raise ValueError(f"parameter {name!r} is a scalar, which cannot be sharded. Make it 1-D: torch.zeros(1).")
+        if parameter.requires_grad:
+            _check_reducible(name, local)
         key = owner(name.rpartition(".")[0], everything)
         shard_dim, unit_sizes = dims.get(key or "", (0, sizes))
         dim = _shard_dim(name, tuple(local.shape), shard_dim, unit_sizes.shard)
@@ -102,6 +104,19 @@ def planned_units(
     if not policy.pp:  # in a stage, a pattern may name what another stage has
         _check_patterns(model, policy, units)
     return tuple(units), tuple(ignored)
+
+
+def _check_reducible(name: str, local: torch.Tensor) -> None:
+    if local.is_complex():
+        raise ValueError(
+            f"parameter {name!r} is {str(local.dtype).removeprefix('torch.')}, and its gradient would be reduced without its "
+            "imaginary part. Keep torch.view_as_real(values) as the parameter, and take torch.view_as_complex of it in forward."
+        )
+    if local.numel() == 0:
+        raise ValueError(
+            f"parameter {name!r}, shape {tuple(local.shape)}, has no elements, so its gradient cannot be reduced. Leave it out, "
+            "freeze it (requires_grad_(False)), or name it in Policy.ignore."
+        )
 
 
 def _group_sizes(unit: Unit, sizes: Sizes, own: dict[str, Sizes]) -> Sizes:

@@ -117,8 +117,9 @@ def _power(grads: list[Tensor], p: float, device: torch.device) -> Tensor:
     """Sum of p-th powers of magnitudes (or their maximum), float32."""
     result = torch.zeros((), dtype=torch.float32, device=device)
     for group in _by_device_and_dtype([g for g in grads if g.numel()]):
-        each = torch._foreach_norm(group, p, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        norms = torch.stack(each).to(device)
+        wide = torch.promote_types(group[0].dtype, torch.float32)  # float64 and complex as they are
+        each = torch._foreach_norm(group, p, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch.stack(each).to(device, torch.float32)
         result = torch.maximum(result, norms.max()) if math.isinf(p) else result + norms.pow(p).sum()
     return result
 
