@@ -2,7 +2,8 @@ import time
 
 import pytest
 import torch
-from titan_cp import plan
+from titan_cp import causal_convolution, linear_attention, plan
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 LLAMA = {"num_heads": 32, "num_kv_heads": 8}
 
@@ -97,6 +98,43 @@ def test_plans_of_different_ranks_agree_on_everything_but_the_rank():
     a, b = make(rank=0, method="usp"), make(rank=3, method="usp")
     assert a.for_rank(3) == b
     assert a.shard_ranges == b.shard_ranges
+
+
+def state_layers(p, tokens):
+    """A state layer and its convolution on leaves; what they give."""
+    torch.manual_seed(0)
+    q, decay, weight = torch.randn(1, 1, tokens, 4), -torch.rand(1, 1, tokens), torch.randn(4, 3)
+    leaves = [x.requires_grad_() for x in (q, decay, weight)]
+    out = linear_attention(q, q, q, decay, plan=p)
+    return leaves, out + causal_convolution(q[0].transpose(1, 2), weight, plan=p).transpose(1, 2)
+
+
+def test_a_plan_that_inference_used_first_serves_training():
+    p = plan(cu_seqlens=[0, 31, 67], size=1, rank=0, num_heads=1)
+    with torch.inference_mode():
+        want = state_layers(p, 67)[1]
+    leaves, out = state_layers(p, 67)
+    assert torch.equal(out, want)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_a_plan_that_fake_tensors_used_first_serves_real_ones():
+    p = plan(cu_seqlens=[0, 33, 71], size=1, rank=0, num_heads=1)
+    with FakeTensorMode():
+        assert state_layers(p, 71)[1].shape == (1, 1, 71, 4)
+    assert type(state_layers(p, 71)[1]) is torch.Tensor
+
+
+@pytest.mark.parametrize("first", ["eager", "compiled"])
+def test_shards_of_many_pieces_are_taken_in_one_graph(first):
+    bounds = list(range(0, 801 if first == "eager" else 809, 4))
+    p = make(cu_seqlens=bounds, seq_len=None, size=2, method="ring", layout="per_document", pad=True)
+    x = torch.randn(p.seq_len, 3)
+    compiled = torch.compile(lambda x: p.shard(x, 0) * 2, backend="aot_eager", fullgraph=True)
+    assert len(p.shard_ranges[0]) > 64
+    if first == "eager":
+        p.shard(x, 0)
+    assert torch.equal(compiled(x), p.shard(x, 0) * 2)
 
 
 def test_cu_seqlens_may_be_a_tensor():

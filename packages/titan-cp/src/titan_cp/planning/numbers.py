@@ -23,6 +23,7 @@ from titan_cp.planning.costs import (
 from titan_cp.planning.documents import document_degrees, work_of
 from titan_cp.planning.exchange import Round, plan_rounds, rows_needed
 from titan_cp.planning.layouts import plan_ranges
+from titan_cp.planning.once import build_once
 from titan_cp.planning.ranges import Ranges, split_ranges
 from titan_cp.planning.tiles import Tiles, plan_tiles
 from titan_cp.planning.tokens import TokenOrder, token_order
@@ -264,9 +265,7 @@ class PlanNumbers:
 
     def index_once(self, key: Hashable, build: Callable[[], Any]) -> Any:
         """What ``build`` makes, built at the first call with ``key``. The newest 64 plans are kept, and theirs with them."""
-        if key not in self._indices:
-            self._indices[key] = build()
-        return self._indices[key]
+        return build_once(self._indices, key, build)
 
     def for_rank(self, rank: int) -> Self:
         """The same plan as another rank sees it."""

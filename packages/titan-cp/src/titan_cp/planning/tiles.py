@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titan_cp.planning.once import build_once
 from titan_cp.planning.ranges import Ranges, piece_arrays
 
 
@@ -77,10 +78,7 @@ class Tiles(tuple[Tile, ...]):
 
     def once(self, key: Hashable, build: Callable[[], Any]) -> Any:
         """What ``build`` makes of these tiles, built at the first call with ``key``: the same in every layer."""
-        kept = cast(dict[Hashable, Any], self.__dict__)
-        if key not in kept:
-            kept[key] = build()
-        return kept[key]
+        return build_once(cast(dict[Hashable, Any], self.__dict__), key, build)
 
 
 def plan_tiles(
