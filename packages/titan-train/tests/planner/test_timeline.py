@@ -6,6 +6,7 @@ import pickletools
 from pathlib import Path
 
 import pytest
+from titan_pipeline import build_schedule
 from titan_train.cli import main
 from titan_train.config import load_config
 from titan_train.planner import Setup, estimate, find_shape, load_machine
@@ -161,3 +162,12 @@ def test_plan_and_check_write_a_trace(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["check", "llama3_1b", "--hardware", "h100", "--devices", "8", "--trace", str(file)]) == 0
     assert main(["check", "llama3_1b", "--trace", str(file)]) == 2
     assert "go with --hardware" in capsys.readouterr().err
+
+
+def test_a_trace_of_a_schedule_from_a_file(tmp_path):
+    file = tmp_path / "schedule.json"
+    file.write_text(build_schedule("1f1b", 2, 4).to_json())
+    setups = [Setup(seq_len=2048, global_batch=4, pp=2, schedule=name) for name in ("1f1b", str(file))]
+    shape, machine = find_shape("llama3_1b"), load_machine("h100")
+    of_family, of_file = (json.loads(step_trace(estimate(shape, machine, setup))) for setup in setups)
+    assert len(of_family["traceEvents"]) == len(of_file["traceEvents"])

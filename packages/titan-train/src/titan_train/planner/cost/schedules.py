@@ -129,12 +129,27 @@ def _closed_form(name: str, p: int, v: int, m: int) -> tuple[float, float, float
 
 
 def _simulated(name: str, p: int, v: int, m: int) -> ScheduleCost:
+    schedule = schedule_of(name, p, v, m)
+    family = find_family(name)
+    splits = schedule.splits_backward if family is None else family.splits_backward
+    waiting, peaks = simulate(schedule).makespan_bubble, verify(schedule).peak
+    placement = schedule.placement
+    return ScheduleCost(
+        m * waiting / (1 - waiting), peaks[0], peaks[-1], splits, placement[-1] == placement[0] and p > 1
+    )
+
+
+def schedule_of(name: str, p: int, v: int, m: int) -> Schedule:
+    """The schedule of a family, or of a file, for ``p`` ranks of ``v`` stages and ``m`` microbatches.
+
+    Raises:
+        ValueError: There is neither a family nor a file of this name, or it is for other numbers.
+    """
     family = find_family(name)
     if family is not None:
         low, high = family.chunks
-        schedule = build_schedule(name, p, m, num_chunks=v if high is None or low <= v <= high else None)
-        splits = family.splits_backward
-    elif Path(name).is_file():
+        return build_schedule(name, p, m, num_chunks=v if high is None or low <= v <= high else None)
+    if Path(name).is_file():
         text = Path(name).read_text()
         schedule = Schedule.from_text(text) if text.lstrip().startswith("#") else Schedule.from_json(text)
         if (schedule.num_ranks, schedule.num_microbatches) != (p, m):
@@ -142,11 +157,5 @@ def _simulated(name: str, p: int, v: int, m: int) -> ScheduleCost:
                 f"pipeline.schedule={name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches; "
                 f"this layout has {p} and {m}. Write one for these numbers with `titan-pipeline solve`."
             )
-        splits = schedule.splits_backward
-    else:
-        raise ValueError(f"pipeline.schedule={name!r} is neither a family ({', '.join(FAMILIES)}) nor a file here.")
-    waiting, peaks = simulate(schedule).makespan_bubble, verify(schedule).peak
-    placement = schedule.placement
-    return ScheduleCost(
-        m * waiting / (1 - waiting), peaks[0], peaks[-1], splits, placement[-1] == placement[0] and p > 1
-    )
+        return schedule
+    raise ValueError(f"pipeline.schedule={name!r} is neither a family ({', '.join(FAMILIES)}) nor a file here.")

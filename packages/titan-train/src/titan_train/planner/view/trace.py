@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_pipeline import Action, Costs, Kind, Schedule, Simulation, balanced_cut, build_schedule, simulate
+from titan_pipeline import Action, Costs, Kind, Schedule, Simulation, balanced_cut, simulate
 
 from titan_train.planner.cost.block import BlockCost, block_cost
+from titan_train.planner.cost.schedules import schedule_of
 from titan_train.planner.cost.step import TERMS, context_of, head_seconds, second_token
 from titan_train.planner.estimate import StepEstimate
 
@@ -102,8 +103,7 @@ def _schedule(e: StepEstimate) -> Schedule:
     if setup.pp == 1:
         actions = tuple(Action(kind, 0, m) for m in range(setup.microbatches) for kind in (Kind.F, Kind.B))
         return Schedule("one rank", setup.microbatches, (0,), (actions,))
-    chunks = setup.stages_per_rank if setup.stages_per_rank > 1 else None
-    return build_schedule(setup.schedule, setup.pp, setup.microbatches, num_chunks=chunks)
+    return schedule_of(setup.schedule, setup.pp, setup.stages_per_rank, setup.microbatches)
 
 
 def _costs(stages: list[list[_Layer]]) -> Costs:
