@@ -5,10 +5,12 @@ and does not hide an older step that is good.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import zstandard
@@ -20,6 +22,8 @@ from titan_ckpt.format.names import is_file_name, parse_object
 from titan_ckpt.format.validate import check_manifest
 from titan_ckpt.interop.safetensors_folder import SafetensorsReader
 from titan_ckpt.load.reader import StepReader
+from titan_ckpt.state.leaves import TensorSink, decode
+from titan_ckpt.steps.claim import Process
 from torch import nn
 
 STEP = "step-00000002"
@@ -307,6 +311,67 @@ def test_a_malformed_manifest_is_damage_and_hides_no_other_step(root, wrong):
     assert ck.latest() == 3
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"serial": "2"}, {"serial": True}, {"serial": -1}, {"serial": None}, {"step": 2.0}], ids=str
+)
+def test_a_malformed_commit_record_hides_no_step(root, wrong):
+    file = root / STEP / "COMMIT.json"
+    value = {key: found for key, found in json.loads(file.read_bytes()).items() if key != "digest"} | wrong
+    file.write_text(json.dumps({**value, "digest": _self_digest(value)}))
+    ck, state = Checkpointer(root, keep_last=2), state_of(0.0)
+    assert ck.steps() == [1, 2]
+    assert ck.restore(state, fallback=True) == 2
+    assert main(["ls", str(root)]) == 0
+    ck.save(3, state_of(3.0))
+    assert ck.steps() == [2, 3]
+
+
+OWNER = {"host": "x", "pid": 1, "started": "1", "boot": "b", "namespace": 1, "began": 1.0}
+WRONG_OWNER = {
+    "pid is without end": json.dumps(OWNER).replace('"pid": 1', '"pid": 1e999'),
+    "pid is a fraction": json.dumps(OWNER | {"pid": 1.5}),
+    "pid is true": json.dumps(OWNER | {"pid": True}),
+    "pid is text": json.dumps(OWNER | {"pid": "1"}),
+    "began is text": json.dumps(OWNER | {"began": "x"}),
+    "began is too large": json.dumps(OWNER | {"began": 10**400}),
+    "a list": "[]",
+    "deep": "[" * 200_000,
+    "a pipe": "",
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("wrong", WRONG_OWNER)
+def test_a_malformed_file_that_names_a_process_stops_nothing(root, wrong):
+    left = root / ".tmp-00000003-0123456789abcdef"
+    left.mkdir()
+    for file in (left / ".owner.json", root / ".lock"):
+        if wrong == "a pipe":
+            os.mkfifo(file)
+        else:
+            file.write_text(WRONG_OWNER[wrong])
+    os.utime(left, (1, 1))
+    assert Checkpointer(root).restore(state_of(0.0)) == 2
+    assert main(["gc", "--dry-run", str(root)]) == 0
+    with Checkpointer(root) as ck:
+        ck.save(3, state_of(3.0))
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000001", STEP, "step-00000003"]
+
+
+@pytest.mark.parametrize("holders", ["1e999", '"x"', "null"])
+def test_a_claim_with_a_malformed_count_is_taken_over(root, holders):
+    (root / ".lock").write_text(json.dumps(OWNER)[:-1] + f', "holders": {holders}}}')
+    with Checkpointer(root) as ck:
+        ck.save(3, state_of(3.0))
+    assert not (root / ".lock").exists()
+
+
+@pytest.mark.parametrize("value", [{"pid": 1.0}, {"pid": "1"}, {"pid": True}], ids=str)
+def test_a_process_id_that_is_no_integer_is_refused(value):
+    with pytest.raises(ValueError, match="process id"):
+        Process.decode(OWNER | value)
+
+
 WRONG_INDEX = {
     "a list": lambda index: [1],
     "a number": lambda index: 5,
@@ -357,6 +422,7 @@ WRONG_INDEX = {
     "blocks are a number": file(blocks=5),
     "tied is a list": lambda index: {**index, "tied": [1]},
     "tied to nothing": lambda index: {**index, "tied": {"head": "nowhere"}},
+    "frames of weights": box(frames=[[100]]),
     "files twice": lambda index: index["files"].append(index["files"][0]),
 }
 
@@ -397,6 +463,35 @@ def test_a_malformed_state_file_is_damage_of_that_file(root, wrong):
     check_refused(root, "state/state.json")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$tensor": ["F32", [3], "AAAA"]},
+        {"$tensor": ["F32", [3], "AAAAAA=="]},
+        {"$device": "fast"},
+        {"$ndarray": ["<U0", [200_000_000], ""]},
+        {"$ndarray": ["<U0", [10**14], ""]},
+        {"$numpy": ["<U0", [3, -1], ""]},
+    ],
+    ids=["bytes", "shape", "device", "empty texts", "empty texts without end", "negative shape"],
+)
+def test_a_malformed_value_in_a_state_file_is_damage_of_that_file(root, value):
+    replace_state(root, json.dumps(GOOD_STATE | {"extra": {"seen": value}}))
+    ck, state = Checkpointer(root), state_of(-1.0)
+    with pytest.raises(DamageError, match=r"state/state\.json"):
+        ck.restore(state, 2)
+    assert ck.restore(state, fallback=True) == 1
+    assert state.extra == {"seen": 1}
+
+
+def test_empty_texts_are_read_back():
+    value = {"one": np.str_(""), "some": np.ndarray((3,), "U0"), "none": np.ndarray((0, 5), "U0")}
+    read = decode(TensorSink().encode(value, "extra"), lambda key: torch.empty(0))
+    assert read["one"] == ""
+    assert read["some"].tolist() == [""] * 3
+    assert read["none"].shape == (0, 5)
+
+
 @pytest.mark.parametrize("text", [DEEP, "[]", "\x00\xff"], ids=["deep", "a list", "not JSON"])
 def test_a_malformed_state_file_of_a_rank_is_damage_of_that_file(tmp_path, text):
     for step in (1, 2):
@@ -407,6 +502,41 @@ def test_a_malformed_state_file_of_a_rank_is_damage_of_that_file(tmp_path, text)
         Checkpointer(tmp_path).restore(state)
     assert Checkpointer(tmp_path).restore(state, fallback=True) == 1
     assert main(["verify", str(tmp_path)]) == 1
+
+
+@pytest.mark.timeout(20)
+def test_a_state_file_that_is_a_pipe_is_damage_and_no_wait(root):
+    replace_state(root, "")
+    (root / STEP / "state" / "state.json").unlink()
+    os.mkfifo(root / STEP / "state" / "state.json")
+    assert "is no regular file" in check_refused(root, "state/state.json")
+
+
+def test_frames_that_are_not_compressed_are_damage_of_their_file(tmp_path):
+    def state(fill: float) -> TrainState:
+        model = nn.Linear(8, 8)
+        nn.init.constant_(model.weight, fill)
+        optim = torch.optim.AdamW(model.parameters())
+        model.weight.grad = torch.full((8, 8), fill)
+        optim.step()
+        return TrainState(model=model, optim=optim, rng=False)
+
+    for step in (1, 2):
+        Checkpointer(tmp_path).save(step, state(float(step)))
+
+    def compress(index):
+        index["format"] = 2
+        index["tensors"]["optim"]["weight/exp_avg"]["chunks"]["frames"] = [[100]]
+
+    rewrite_index(tmp_path, compress)
+    rewrite_manifest(tmp_path, lambda value: value.update(format=2))
+    with pytest.raises(DamageError, match=r"optim/optim-r00000\.safetensors: .*frame"):
+        Checkpointer(tmp_path).restore(state(0.0))
+    restored, want = state(0.0), state(1.0)
+    assert Checkpointer(tmp_path).restore(restored, fallback=True) == 1
+    assert torch.equal(restored.model.weight, want.model.weight)
+    moments = [next(iter(each.optim.state.values()))["exp_avg"] for each in (restored, want)]
+    assert torch.equal(*moments)
 
 
 def test_a_good_step_passes_every_check(root):

@@ -179,6 +179,14 @@ def test_a_save_that_is_committed_during_a_sweep_is_kept(bucket, monkeypatch):
     assert fill_of(bucket) == (1, 1.0)
 
 
+@pytest.mark.parametrize("began", ['"x"', "null", "1" + "0" * 400])
+def test_an_unfinished_save_in_a_store_whose_owner_is_malformed_is_swept(bucket, began):
+    folder, _ = commit.begin_save(as_path(bucket), 1, Process.of(os.getpid()))
+    owner = '{"host": "x", "pid": 1, "started": "1", "boot": "b", "namespace": 1, "began": %s}'
+    (folder / ".owner.json").write_bytes((owner % began).encode())
+    assert leftovers.sweep(as_path(bucket)) == [folder]
+
+
 def test_saves_go_on_after_the_newest_steps_were_removed_by_hand(bucket):
     for step in (1, 2, 3):
         with Checkpointer(bucket) as ck:

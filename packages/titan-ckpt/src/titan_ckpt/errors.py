@@ -31,7 +31,7 @@ class Damage:
 
 
 class DamageError(CheckpointError):
-    """A step is damaged. No rank loaded anything from it."""
+    """A step is damaged. No rank loaded anything from it, unless a compressed frame was crafted to match its digest."""
 
     def __init__(self, step: str, damages: Sequence[Damage], seen_by: Sequence[int] = ()) -> None:
         self.step = step

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
@@ -18,7 +17,8 @@ from titan_ckpt.format.codec import digest, root_digest
 from titan_ckpt.format.index import FileRecord, Index
 from titan_ckpt.format.names import COMMIT_NAME, FORMAT_VERSION, INDEX_NAME, MANIFEST_NAME, parse_step_name, step_name
 from titan_ckpt.format.tagged_json import decode, encode
-from titan_ckpt.format.validate import check_manifest
+from titan_ckpt.format.validate import check_commit, check_manifest
+from titan_ckpt.storage.files import read_regular
 from titan_ckpt.storage.paths import ABSENT, StorePath, as_path, unanswered
 
 _NUMBERS = ("step", "world_size", "serial")
@@ -67,7 +67,7 @@ class Manifest:
     @classmethod
     def read(cls, folder: StorePath) -> "Manifest":
         """As `open`, without a look at the other files."""
-        data = _read(folder, MANIFEST_NAME)
+        data = read_file(folder, MANIFEST_NAME)
         try:
             value = json.loads(data)
         except (ValueError, RecursionError) as err:
@@ -106,7 +106,7 @@ class Manifest:
 
     def read_index(self) -> Index:
         """The index, checked against this manifest's digest and file list. Raises as `open`."""
-        data = _read(self.path, INDEX_NAME)
+        data = read_file(self.path, INDEX_NAME)
         if len(data) != self.index[0] or digest(data) != self.index[1]:
             raise DamageError(str(self.path), [Damage(INDEX_NAME, "does not match its digest", (), 0, 0)])
         index = Index.decode(data)
@@ -150,10 +150,11 @@ class CommitRecord:
         """The record of a step; made from the manifest if no record belongs to it. Raises as `Manifest.open`."""
         named = parse_step_name(folder.name)
         with contextlib.suppress(DamageError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
-            value: dict[str, Any] = json.loads(_read(folder, COMMIT_NAME))
+            value: dict[str, Any] = json.loads(read_file(folder, COMMIT_NAME))
             found = value.pop("digest")
-            if found == _self_digest(value) and value["manifest"] == digest(_read(folder, MANIFEST_NAME)):
+            if found == _self_digest(value) and value["manifest"] == digest(read_file(folder, MANIFEST_NAME)):
                 metrics = {name: decode(number) for name, number in value["metrics"].items()}
+                check_commit(value)
                 if named is None or named[0] == value["step"]:
                     return cls(value["step"], value["serial"], metrics)
         manifest = Manifest.read(folder)
@@ -165,13 +166,17 @@ def listed(files: Sequence[FileRecord]) -> tuple[tuple[str, int, str], ...]:
     return tuple((f.name, f.size, root_digest(f.blocks)) for f in files)
 
 
-def _read(folder: StorePath, name: str) -> bytes:
-    """A whole file of a step. A missing file is damage; a storage that does not answer is not."""
-    file = folder / name
-    if isinstance(file, Path) and file.exists() and not file.is_file():  # a reader would wait for a pipe for ever
-        raise DamageError(str(folder), [Damage(name, "is no regular file")])
+def read_file(folder: StorePath, name: str) -> bytes:
+    """A whole file of a step.
+
+    Raises:
+        DamageError: If it is missing, or is no regular file.
+        OSError: If the storage does not answer. This is not damage. The error names the file.
+    """
     try:
-        return file.read_bytes()
+        return read_regular(folder / name)
+    except ValueError as err:
+        raise DamageError(str(folder), [Damage(name, "is no regular file")]) from err
     except ABSENT as err:
         raise DamageError(str(folder), [Damage(name, "is missing")]) from err
     except OSError as err:

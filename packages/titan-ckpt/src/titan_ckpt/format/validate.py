@@ -40,6 +40,8 @@ def check_index(index: Index) -> None:
     for section, tensors in index.tensors.items():
         for key, tensor in tensors.items():
             try:
+                if section != "optim" and "frames" in tensor.columns:
+                    raise ValueError("it has compressed boxes, which only optimizer state may have.")
                 check(tensor)
             except ValueError as err:
                 raise ValueError(f"{section} tensor {key!r}: {err}") from err
@@ -69,6 +71,16 @@ def check_manifest(value: dict[str, Any]) -> None:
             raise ValueError(f"it lists {entry['name']!r}, {_NO_FILE}")
         if not (_ints([entry["size"]]) and isinstance(entry["digest"], str)):
             raise ValueError(f"size or digest of {entry['name']} is not of the type that FORMAT.md says.")
+
+
+def check_commit(value: dict[str, Any]) -> None:
+    """Check the numbers of a commit record. Values of metrics are not checked.
+
+    Raises:
+        ValueError: If one has another type.
+    """
+    if not _ints([value["step"], value["serial"]]):
+        raise ValueError("'step' or 'serial' is not of the type that FORMAT.md says.")
 
 
 def check_shared_state(state: dict[str, Any]) -> None:

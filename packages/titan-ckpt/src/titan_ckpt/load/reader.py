@@ -15,7 +15,7 @@ from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
 from titan_ckpt.format import tagged_json
 from titan_ckpt.format.codec import FRAME_BYTES, block_digests, unpack_frame
 from titan_ckpt.format.index import FileRecord, StoredChunk, StoredTensor
-from titan_ckpt.format.manifest import Manifest
+from titan_ckpt.format.manifest import Manifest, read_file
 from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, STATE_NAME, parse_object, rank_state_name
 from titan_ckpt.format.validate import check_index, check_shared_state
 from titan_ckpt.storage.files import MappedFile, fetch_all, links_out
@@ -74,7 +74,11 @@ class StepReader:
         return base + sum(chunk.frames[:first]), base + sum(chunk.frames[:last])
 
     def data(self, tensor: StoredTensor, chunk: StoredChunk, begin: int, end: int) -> memoryview:
-        """Bytes ``begin`` to ``end`` of a chunk's data, mapped or decompressed, unchecked. Writable."""
+        """Bytes ``begin`` to ``end`` of a chunk's data, mapped or decompressed, unchecked. Writable.
+
+        Raises:
+            DamageError: If a frame cannot be decompressed.
+        """
         file = self.bytes_of(chunk.file)
         at, stop = self.stored_range(tensor, chunk, begin, end)
         self.fetch_many([(chunk.file, at, stop)])
@@ -84,7 +88,8 @@ class StepReader:
         first, raw = begin // FRAME_BYTES, bytearray()
         for number in range(first, -(-end // FRAME_BYTES)):
             frame_bytes = min(FRAME_BYTES, total - number * FRAME_BYTES)
-            raw += unpack_frame(file[at : at + chunk.frames[number]], frame_bytes, item)
+            with malformed_is_damage(self.path, self.index.files[chunk.file].name):
+                raw += unpack_frame(file[at : at + chunk.frames[number]], frame_bytes, item)
             at += chunk.frames[number]
         return memoryview(raw)[begin - first * FRAME_BYTES : end - first * FRAME_BYTES]
 
@@ -139,7 +144,7 @@ class StepReader:
         file = self.index.file_number(name)
         if file is None:
             raise ValueError(f"{self.path} has no {name}.")
-        record, data = self.index.files[file], (self.path / name).read_bytes()
+        record, data = self.index.files[file], read_file(self.path, name)
         found = block_digests(data)
         damages = [
             self._damage(file, record, block)

@@ -118,7 +118,8 @@ def restore_step(
     """Fill ``state`` from the step in ``path`` and return its number. Collective.
 
     All ranks return, or all raise. Damage that one rank finds is a `DamageError` on every rank, before the state of any
-    rank changes. So all ranks can take another step.
+    rank changes. So all ranks can take another step. Only a frame that was crafted to match its digest is found while the state
+    changes; another step then fills all of it.
     """
     doing = f"restore of {path.name}"
 

@@ -5,6 +5,7 @@ balanced and checked like any other.
 """
 
 import base64
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from titan_ckpt.state.dtypes import DTYPES, dtype_name
 from titan_ckpt.state.sharding import is_dtensor
 
 _INLINE_BYTES = 4096
+_MOST_EMPTY = 1 << 16
 
 
 class TensorSink:
@@ -76,6 +78,12 @@ def decode(value: Any, stored: Callable[[str], Tensor]) -> Any:
     def leaf(tag: str, body: Any) -> Any:
         if tag == "$stored":
             return stored(body)
+        try:
+            return built(tag, body)
+        except RuntimeError as err:  # torch's own, for a shape, a number of bytes or a device
+            raise ValueError(f"{tag} is malformed: {err}") from err
+
+    def built(tag: str, body: Any) -> Any:
         if tag == "$tensor":
             data = bytearray(base64.b64decode(body[2]))
             flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
@@ -83,6 +91,8 @@ def decode(value: Any, stored: Callable[[str], Tensor]) -> Any:
         if tag in ("$ndarray", "$numpy"):
             data, dtype = base64.b64decode(body[2]), np.dtype(body[0])
             if not dtype.itemsize:  # empty strings: numpy cannot read their dtype
+                if math.prod(body[1]) > _MOST_EMPTY:  # they take no bytes in the file: their number proves nothing
+                    raise ValueError(f"an array of shape {body[1]} holds more than {_MOST_EMPTY} empty strings.")
                 array = np.zeros(body[1], f"{dtype.kind}1")
             else:
                 array = np.frombuffer(data, dtype).reshape(body[1])

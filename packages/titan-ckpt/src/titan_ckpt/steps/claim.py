@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt.storage.files import read_regular
 from titan_ckpt.storage.paths import ABSENT, StorePath, renames
 
 _log = logging.getLogger("titan_ckpt")
@@ -35,6 +36,9 @@ OWNER_NAME = ".owner.json"
 _FOREIGN_AGE_S = 86_400
 # A new folder has no owner file for a moment, which is shorter than this.
 _NAMELESS_AGE_S = 60
+
+# The errors of reading a file that is malformed.
+_MALFORMED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 # One thread counts at a time. Re-entrant: a Checkpointer may be collected, and release its share, while another one counts.
 # At worst a share is left over, and the claim stays until the process ends.
@@ -71,9 +75,13 @@ class Process:
 
         Raises:
             KeyError: A key is missing.
-            ValueError: ``pid`` is not a number; or TypeError.
+            TypeError: It is not an object.
+            ValueError: ``pid`` is not an integer.
         """
-        return cls(str(value["host"]), int(value["pid"]), value["started"], value["boot"], value["namespace"])
+        pid = value["pid"]
+        if type(pid) is not int:
+            raise ValueError(f"{pid!r} is not a process id, which is an integer.")
+        return cls(str(value["host"]), pid, value["started"], value["boot"], value["namespace"])
 
     @property
     def local(self) -> bool:
@@ -167,7 +175,7 @@ def owner_of(folder: StorePath) -> Process | None:
     """The process that writes an unfinished save; None if it is not named (yet)."""
     try:
         return _owner(folder)[0]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, *_MALFORMED):
         return None
 
 
@@ -181,7 +189,7 @@ def owner_alive(folder: StorePath) -> bool:
     """Whether the process that writes a save may be alive: True unless proven otherwise."""
     try:
         owner, began = _owner(folder)
-    except (*ABSENT, ValueError, KeyError, TypeError, RecursionError):
+    except (*ABSENT, *_MALFORMED):
         # On a file system the file appears in a moment, or never. In a store it is the first object to be written, so this
         # save is half deleted.
         return renames(folder) and _age_s(folder, 0.0) < _NAMELESS_AGE_S
@@ -192,8 +200,8 @@ def owner_alive(folder: StorePath) -> bool:
 
 def _owner(folder: StorePath) -> tuple[Process, float]:
     """The process that writes a save, and when it began."""
-    value = json.loads((folder / OWNER_NAME).read_bytes())
-    return Process.decode(value), value["began"]
+    value = json.loads(read_regular(folder / OWNER_NAME))
+    return Process.decode(value), float(value["began"])
 
 
 def _age_s(folder: StorePath, began: float) -> float:
@@ -232,7 +240,7 @@ def _write_lock(root: StorePath, owner: Process, holders: int, held: Process | N
 def _read_lock(root: StorePath) -> tuple[Process | None, int]:
     """The process that claimed a root, and its number of Checkpointers; None without a readable claim."""
     try:
-        value = json.loads((root / LOCK_NAME).read_bytes())
+        value = json.loads(read_regular(root / LOCK_NAME))
         return Process.decode(value), int(value.get("holders", 1))
-    except (*ABSENT, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (*ABSENT, *_MALFORMED):
         return None, 0

@@ -281,7 +281,7 @@ def _holder(path: RemotePath) -> str | None:
     try:
         value = json.loads(path.read_bytes())
         folder, began = path.parent / str(value["folder"]), float(value["began"])
-    except (*ABSENT, ValueError, KeyError, TypeError, RecursionError):
+    except (*ABSENT, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     if (folder / MANIFEST_NAME).exists():
         return folder.name

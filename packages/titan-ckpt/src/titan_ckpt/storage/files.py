@@ -38,6 +38,17 @@ def writing(path: StorePath) -> Generator[Any]:
         path.ask("put_file", file.name, path.path)
 
 
+def read_regular(path: StorePath) -> bytes:
+    """A whole file.
+
+    Raises:
+        ValueError: If it is a pipe, a device or a folder: a reader may wait for a pipe for ever.
+    """
+    if isinstance(path, Path) and path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file. Remove it.")
+    return path.read_bytes()
+
+
 def write_plain(path: StorePath, data: bytes) -> None:
     """Write a small file and bring it to disk. Replaces an existing file."""
     if isinstance(path, RemotePath):
