@@ -18,6 +18,7 @@ from titan_fsdp import (
     verify,
 )
 from titan_testing import run_ranks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -148,6 +149,35 @@ def frozen_and_ignored() -> None:
         seen = verify(decided, model, lambda m=model, x=tokens, y=targets: loss_of(m, x, y).backward())
         assert seen.ok, seen.report()
         assert model.embed.weight.grad is None
+
+
+def ignored_by_ddp_hook() -> None:
+    rank = dist.get_rank()
+    model: Any = checkpoint_wrapper(TinyLM(tied=True))
+    model._checkpoint_wrapped_module.scale = torch.nn.Parameter(torch.ones(6))
+    model._checkpoint_wrapped_module.norm.register_forward_hook(lambda norm, _, out: out * model.scale)
+    materialize(model, "cpu", fill)
+    policy = Policy(mode="ddp", comm=Comm(ddp_hook="bf16"), ignore=["head.weight", "scale"])
+    wrapped = plan(model, mesh(), policy).apply(model)
+    tokens, targets = (t[0, rank] for t in batches(2, 1))
+    loss_of(wrapped, tokens, targets).backward()
+    for name, parameter in named_parameters(wrapped):
+        assert parameter.requires_grad
+        grads = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(grads, parameter.grad)
+        assert torch.equal(*grads) == (name not in ("embed.weight", "scale")), name
+
+
+def test_parameters_ignored_beside_a_ddp_hook_are_trained_by_each_rank() -> None:
+    run_ranks(ignored_by_ddp_hook, 2)
+
+
+def test_evaluation_leaves_a_submodule_in_the_mode_it_was_in() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(), torch.nn.Dropout())
+    model[1].eval()
+    with eval_mode(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, True, False, True]
 
 
 def test_frozen_units_are_not_reduced_and_ignored_parameters_stay_plain() -> None:

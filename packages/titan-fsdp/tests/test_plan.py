@@ -224,6 +224,11 @@ def test_a_scalar_parameter_is_named() -> None:
         plan(model, {"shard": 2})
 
 
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight", "head.*"])
+def test_a_tied_weight_is_ignored_by_any_of_its_names(name: str) -> None:
+    assert plan(TinyLM(tied=True), {"shard": 4}, Policy(ignore=[name])).ignored == ("embed.weight",)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

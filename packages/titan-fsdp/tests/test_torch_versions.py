@@ -9,6 +9,7 @@ from titan_fsdp.training import verify
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
 
 def test_private_names_are_as_on_torch_2_11_and_2_15() -> None:
@@ -20,5 +21,6 @@ def test_private_names_are_as_on_torch_2_11_and_2_15() -> None:
         namespace, _, operator = name.partition("::")
         assert hasattr(getattr(torch.ops, namespace), operator), name
     assert original_class(torch.nn.Linear(1, 1)) is torch.nn.Linear
+    assert hasattr(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model")
     for method in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms", "set_custom_reduce_scatter"):
         assert hasattr(FSDPModule, method), method

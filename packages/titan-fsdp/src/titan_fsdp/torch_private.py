@@ -5,7 +5,7 @@ version checked. Methods that a torch version lacks are asked for with hasattr, 
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_has",
+    "ddp_ignore",
     "fake_tensors",
     "fsdp_modules",
     "fsdp_roots",
@@ -37,6 +38,19 @@ def replicate_engine() -> Callable[..., nn.Module]:
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     return replicate  # pyright: ignore[reportReturnType]
+
+
+def ddp_ignore(model: nn.Module, parameters: Set[nn.Parameter]) -> None:
+    """Let DistributedDataParallel, when it wraps ``model``, neither broadcast these nor reduce their gradients."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    names: list[str] = []
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in parameters:
+                # DistributedDataParallel writes the names of the root's own parameters both ways.
+                names += [f"{path}.{leaf}"] if path else [leaf, f".{leaf}"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def fsdp_modules(model: nn.Module) -> "list[FSDPModule]":

@@ -173,7 +173,10 @@ def test_generating_leaves_training_as_it_was() -> None:
     model = make("llama3_debug")
     tokens = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     before = model(tokens).detach()
+    model.get_submodule("layers.0").eval()
+    modes = [module.training for module in model.modules()]
     generate(model, PROMPTS, max_new_tokens=4)
+    assert [module.training for module in model.modules()] == modes
     after = model(tokens)
     assert torch.equal(before, after.detach())
     after.sum().backward()

@@ -70,8 +70,11 @@ def planned_units(
     members: dict[str | None, list[PlannedParam]] = {}
     ignored: list[str] = []
     dims = {fqn: (g.unit.shard_dim, _group_sizes(g.unit, sizes, own)) for g in groups for fqn in g.fqns}
+    names: dict[int, list[str]] = {}  # of a tied parameter all
+    for name, parameter in named_parameters(model, duplicates=True):
+        names.setdefault(id(parameter), []).append(name)
     for name, parameter in named_parameters(model):
-        if matches(name, policy.ignore):
+        if any(matches(known, policy.ignore) for known in names[id(parameter)]):
             ignored.append(name)
             continue
         local = parameter.to_local() if is_dtensor(parameter) else parameter

@@ -175,7 +175,7 @@ class Policy:
     pp: bool = False
     """The model is a pipeline stage: ``default`` then keeps parameters gathered between microbatches."""
     ignore: Sequence[str] = ()
-    """FQN patterns of parameters left alone: not sharded, not moved, gradients not reduced."""
+    """FQN patterns of parameters left alone: not sharded, not moved, gradients not reduced. Any name of a tied one counts."""
     unused_parameters: bool = False
     """Some ranks may skip parameters inside a unit in a step. Needs torch ≥ 2.13 in fsdp and hsdp mode."""
 

@@ -43,7 +43,7 @@ def eval_mode(model: nn.Module) -> Generator[None]:
     Units that keep their parameters after forward would keep them gathered after an evaluation, with no backward to
     free them. Use it between steps: gradients accumulated with ``keep="unsharded"`` and not yet reduced are lost.
     """
-    was_training = model.training
+    was_training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
@@ -51,7 +51,9 @@ def eval_mode(model: nn.Module) -> Generator[None]:
     finally:
         reshard(model)
         forget_forward_order(model)
-        model.train(was_training)
+        model.train(was_training[0][1])
+        for module, training in was_training:
+            module.training = training
 
 
 def forget_forward_order(model: nn.Module) -> None:

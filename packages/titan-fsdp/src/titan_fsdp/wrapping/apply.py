@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan_fsdp.names import is_meta, named_modules, named_parameters
 from titan_fsdp.planning.data import PlanData, PlannedUnit, Sizes
-from titan_fsdp.torch_private import fsdp_modules, fsdp_roots, replicate_engine
+from titan_fsdp.torch_private import ddp_ignore, fsdp_modules, fsdp_roots, replicate_engine
 from titan_fsdp.wrapping.borders import cast_at_borders
 from titan_fsdp.wrapping.checks import check_not_wrapped, check_on_first_forward
 from titan_fsdp.wrapping.compress import Bf16ReduceScatter, register_ddp_hook
@@ -132,8 +132,8 @@ def _apply_ddp(plan: PlanData, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             "before plan.apply(model)."
         )
     if plan.ignored:
-        for name, parameter in named_parameters(model):
-            parameter.requires_grad_(parameter.requires_grad and name not in plan.ignored)
+        ignored = {p for name, p in named_parameters(model) if name in plan.ignored}
+        ddp_ignore(model, ignored)
     device = None if mesh.device_type == "cpu" else [torch.get_device_module(mesh.device_type).current_device()]
     group = mesh.get_group()
     wrapped = DistributedDataParallel(

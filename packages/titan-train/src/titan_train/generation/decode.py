@@ -112,10 +112,8 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
     next_logits: Callable[[nn.Module, Tensor, Tensor, int], Tensor] = partial(_recomputed_logits, how.multiple_of)
     seen: Tensor | None = None
     ended = [False] * len(prompts)
-    was_training = model.training
     with ExitStack() as restore:
-        restore.callback(model.train, was_training)
-        model.eval()
+        restore.enter_context(_evaluating(model))
         # an exported model keeps caches of its own
         own: Callable[[], Callable[[nn.Module, Tensor, Tensor, int], Tensor]] | None = getattr(
             model, "new_decoder", None
@@ -146,6 +144,19 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
             if all(ended):
                 return
             yield [None if end else token for end, token in zip(ended, ids, strict=True)]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Generator[None]:
+    """Inside, in evaluation mode; afterwards, every module is in the mode it was in."""
+    was_training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training[0][1])
+        for module, training in was_training:
+            module.training = training
 
 
 def _drafted(
