@@ -1,15 +1,19 @@
 """Downloads from a server on loopback: only what is needed, resumed, compared with its hashes, and what is refused."""
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from titan_train.hub.choose import RepoFile, choose_data_files, choose_model_files
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+
+module = importlib.import_module("titan_train.hub.download")
 
 WEIGHTS = bytes(range(256)) * 2000
 MODEL = {
@@ -89,6 +93,40 @@ def test_a_broken_transfer_continues_where_it_stopped(hub, tmp_path):
     assert (out / "model.safetensors").read_bytes() == weights
     assert hub.ranges
     assert hub.sent["model.safetensors"] <= len(weights) - 10_000_000
+
+
+def test_only_what_is_missing_must_fit_on_the_disk(tmp_path, monkeypatch):
+    content = {"config.json": b"{}", "model.safetensors": bytes(100_000)}
+    siblings = [
+        SimpleNamespace(rfilename=name, size=len(data), lfs={"sha256": hashlib.sha256(data).hexdigest()}, blob_id="")
+        for name, data in content.items()
+    ]
+    found = SimpleNamespace(sha="c" * 40, siblings=siblings)
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **__: found)
+    disk = SimpleNamespace(free=200_000)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: disk)
+    most, sent = 60_000, {}
+
+    def transfer(hub, url, size, part):
+        name = url.rpartition("/")[2]
+        have = part.stat().st_size if part.exists() else 0
+        with part.open("ab") as file:
+            sent[name] = file.write(content[name][have:most])
+        if size > most:
+            raise OSError("broken off")
+
+    monkeypatch.setattr(module, "_transfer", transfer)
+    with pytest.raises(RuntimeError, match="broken off"):
+        module.download("org/name", tmp_path)
+    disk.free, most = 50_000, 100_000
+    assert module.download("org/name", tmp_path).size == 100_002
+    assert sent["model.safetensors"] == 40_000
+    sent.clear()
+    assert module.download("org/name", tmp_path).size == 100_002
+    assert sent == {}
+    (tmp_path / "model.safetensors").write_bytes(bytes(99_999))
+    with pytest.raises(ValueError, match="GB free, but what is missing"):
+        module.download("org/name", tmp_path)
 
 
 def test_a_file_that_changed_on_the_way_is_refused_and_removed(hub, tmp_path):

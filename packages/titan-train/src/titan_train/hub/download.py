@@ -81,7 +81,7 @@ def download(
     listed = [_as_file(sibling) for sibling in info.siblings or ()]
     chosen = choose_data_files(listed, include) if is_data else choose_model_files(listed, list(parts), include)
     total = sum(file.size for file in chosen)
-    _check_space(out, total)
+    _check_space(out, sum(max(0, file.size - _have(out, file)) for file in chosen))
     (out / RECORD_NAME).unlink(missing_ok=True)  # unfinished until everything was compared again
     tell(f"{name} at {info.sha[:12]}: {len(chosen)} files, {total / 1e6:,.1f} MB")
 
@@ -151,8 +151,23 @@ def _check_space(out: Path, size: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < size:
         raise ValueError(
-            f"{existing} has {free / 1e9:.1f} GB free, but the files take {size / 1e9:.1f} GB. Name a folder on another disk."
+            f"{existing} has {free / 1e9:.1f} GB free, but what is missing of the files takes {size / 1e9:.1f} GB. Name a folder "
+            "on another disk."
         )
+
+
+def _part(folder: Path, file: RepoFile) -> Path:
+    """Where a transfer is collected. Named by its content: what is left of another version is never continued."""
+    content = f"{file.name} {file.size} {file.sha256} {file.blob}"
+    return folder / _PARTS / hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def _have(folder: Path, file: RepoFile) -> int:
+    """Bytes of a file that are in the folder already: all of them, by its size, or those of a transfer that broke off."""
+    path, part = folder / file.name, _part(folder, file)
+    if path.is_file() and path.stat().st_size == file.size:
+        return file.size
+    return part.stat().st_size if part.is_file() else 0
 
 
 def _load(folder: Path, file: RepoFile, transfer: Callable[[Path], None]) -> RepoFile:
@@ -160,10 +175,7 @@ def _load(folder: Path, file: RepoFile, transfer: Callable[[Path], None]) -> Rep
     path = folder / file.name
     if path.is_file() and (found := _if_whole(path, file)) is not None:
         return found
-    # named by its content: what is left of another version is never continued
-    part = (
-        folder / _PARTS / hashlib.sha256(f"{file.name} {file.size} {file.sha256} {file.blob}".encode()).hexdigest()[:32]
-    )
+    part = _part(folder, file)
     part.parent.mkdir(parents=True, exist_ok=True)
     transfer(part)
     found = _if_whole(part, file)
