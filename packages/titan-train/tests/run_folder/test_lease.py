@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from titan_train.run_folder import Lease, LeaseLostError
+from titan_train.run_folder import Lease, LeaseLostError, run_status
 from titan_train.run_folder import lease as module
 
 HOLD = """
@@ -86,6 +86,22 @@ def test_an_owner_elsewhere_lives_while_it_touches_its_lease(tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', "null", '{"host": 1}', "\x00\x01", "[" * 9999])
 def test_a_damaged_lease_has_no_owner(tmp_path, content):
     (tmp_path / "lease.json").write_text(content)
+    with Lease(tmp_path):
+        assert owner(tmp_path)["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ['"pid": 1e999', '"pid": "1"', '"since": 1e999', '"since": 1e300', '"since": NaN', '"attempt": 1e999'],
+    ids=str,
+)
+def test_a_lease_with_a_malformed_number_has_no_owner(tmp_path, wrong):
+    good = '{"host": "x", "pid": 1, "started": "1", "boot": "b", "namespace": 1, "since": 1, "attempt": 0, "chain": ""'
+    running = [{"status": "running"}]
+    (tmp_path / "lease.json").write_text(good + "}")
+    assert run_status(tmp_path, running) == "running"
+    (tmp_path / "lease.json").write_text(f"{good}, {wrong}}}")
+    assert run_status(tmp_path, running) == "killed"
     with Lease(tmp_path):
         assert owner(tmp_path)["pid"] == os.getpid()
 

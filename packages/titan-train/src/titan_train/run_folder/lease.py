@@ -197,8 +197,10 @@ def _read(file: Path) -> _Owner | None:
     """The owner; None if the file is gone or damaged."""
     try:
         values = parse_json(read_text(file))
-        return _Owner(Process.decode(values), float(values["since"]), int(values["attempt"]), str(values["chain"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        since = float(values["since"])
+        time.localtime(since)  # raises if it is no time
+        return _Owner(Process.decode(values), since, int(values["attempt"]), str(values["chain"]))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
