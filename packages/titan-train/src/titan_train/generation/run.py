@@ -114,8 +114,8 @@ def _config_of_trained(run_dir: Path) -> Config:
 
 def _saved_step(run_dir: Path, step: int | None) -> int:
     saved = checkpoint_folders(run_dir)
-    found = max(saved) if step is None else step
-    if found not in saved:
+    found = next(reversed(saved), None) if step is None else step
+    if found is None or found not in saved:
         raise ValueError(
             f"{run_dir} has no checkpoint of step {found}; it has {sorted(saved)[-8:]}. Name one of these."
         )

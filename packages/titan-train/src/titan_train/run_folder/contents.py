@@ -7,9 +7,10 @@ before a checkpoint counts.
 
 import contextlib
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
+
+from titan_ckpt.steps.listing import step_folders
 
 from titan_train.config import Config, parse_config
 from titan_train.files import local_path, read_bytes, read_toml, write_atomic
@@ -76,18 +77,20 @@ def pipeline_file(run_dir: Path) -> Path:
 
 
 def newest_checkpoint(run_dir: Path) -> int | None:
-    """The step of the newest finished checkpoint. None if there is none."""
-    return max(checkpoint_folders(run_dir), default=None)
+    """The step of the finished checkpoint that was saved last, from which the run goes on. None if there is none."""
+    return next(reversed(checkpoint_folders(run_dir)), None)
 
 
 def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
-    """The folder of every finished checkpoint, by step: one that has its manifest, which is written last."""
-    folders: dict[int, Path] = {}
-    for manifest in sorted((run_dir / "checkpoints").glob("step-*/MANIFEST.json")):
-        name = re.fullmatch(r"step-(\d+)(\.r\d+)?", manifest.parent.name)
-        if name:
-            folders[int(name[1])] = manifest.parent
-    return folders
+    """The folder of every finished checkpoint, by step: one that has its manifest, which is written last.
+
+    In the order in which they were saved: a run that goes back to an earlier step saves smaller steps after larger ones.
+
+    Raises:
+        OSError: The disk does not answer.
+    """
+    root = run_dir / "checkpoints"
+    return {step: root / path.name for step, path in step_folders(root) if (path / "MANIFEST.json").is_file()}
 
 
 def sync_run_folder(run_dir: Path) -> None:

@@ -1,11 +1,13 @@
 """Go back in a run's own folder: later checkpoints are set aside, and the run goes on from a named step.
 
 The launcher stages the step with the attempt. Ranks restore it, and once all of them have, `commit` of
-`titan_train.run_folder.staging` moves the later checkpoints and a copy of ``metrics.jsonl`` into ``set_aside/``, newest first:
-what is interrupted half-way still has a newest checkpoint that is whole.
+`titan_train.run_folder.staging` moves the checkpoints of later steps, or saved later, and a copy of ``metrics.jsonl`` into
+``set_aside/``, newest first: what is interrupted half-way still has a newest checkpoint that is whole. If ``checkpoints/`` is on
+another disk, they are moved to ``checkpoints/set_aside/``, and ``set_aside/`` has links to them.
 """
 
 import contextlib
+import errno
 import shutil
 from pathlib import Path
 
@@ -45,13 +47,29 @@ def set_aside(run_dir: Path, staged: Path) -> None:
     step = staged_rewind(staged)
     if step is None:
         return
-    later = {number: path for number, path in checkpoint_folders(run_dir).items() if number > step}
+    saved = checkpoint_folders(run_dir)
+    order = list(saved)
+    after = order[order.index(step) + 1 :] if step in saved else []
+    later = [number for number in order if number > step or number in after]
     if later:
         before = len(list((run_dir / FOLDER).glob("*")))
         folder = run_dir / FOLDER / f"{before + 1:03}-after-{step}"
         folder.mkdir(parents=True)
         if (run_dir / "metrics.jsonl").is_file():
             shutil.copy2(run_dir / "metrics.jsonl", folder)
-        for number in sorted(later, reverse=True):
-            later[number].rename(folder / later[number].name)
+        for number in reversed(later):
+            _move(saved[number], folder)
     (staged / _STAGED).unlink()
+
+
+def _move(checkpoint: Path, folder: Path) -> None:
+    """Move a checkpoint into a folder. If that is on another disk, it stays on its own, and the folder gets a link to it."""
+    try:
+        checkpoint.rename(folder / checkpoint.name)
+    except OSError as err:
+        if err.errno != errno.EXDEV:
+            raise
+        kept = checkpoint.parent.resolve() / FOLDER / folder.name
+        kept.mkdir(parents=True, exist_ok=True)
+        checkpoint.rename(kept / checkpoint.name)
+        (folder / checkpoint.name).symlink_to(kept / checkpoint.name)

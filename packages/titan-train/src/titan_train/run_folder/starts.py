@@ -1,4 +1,4 @@
-"""Other runs as starting points: ``DIR``, ``DIR@STEP`` or ``DIR@best``.
+"""Other runs as starting points: ``DIR``, which is the checkpoint saved last, ``DIR@STEP`` or ``DIR@best``.
 
 `checkpoint.start_from` branches: weights, optimizer and data position of that step, into another folder. ``model.init = "run:…"``
 takes the weights alone. Both are resolved to one step before any rank starts, since the other run may still be training. Once a
@@ -66,7 +66,7 @@ def find_start(start: str, setting: str) -> tuple[Path, int]:
         raise ValueError(f"{setting}={start!r}: {folder} has no finished checkpoint. Let that run reach one.")
     if named == "best":
         return folder, _best(start, setting, saved)
-    step = int(named) if named else max(saved)
+    step = int(named) if named else [*saved][-1]
     if step not in saved:
         shown = ", ".join(map(str, sorted(saved)[-8:]))
         raise ValueError(
