@@ -1,11 +1,14 @@
-"""What units="auto" takes for blocks. Pure: models on meta, no process group."""
+"""What units="auto" takes for blocks, mostly on meta without a process group."""
 
 from typing import Any
 
+import pytest
 import torch
 from model_for_tests import Block, TinyLM
-from titan_fsdp import Policy, plan
+from titan_fsdp import MixedPrecision, Policy, plan
+from titan_testing import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 
 def names(model: nn.Module) -> list[str]:
@@ -24,6 +27,9 @@ class Stack(nn.Module):
         self.embed = embed
         self.block = nn.ModuleList(Block(8) for _ in range(layers))
         self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(nn.Sequential(self.embed, *self.block)(x))
 
 
 class TwoTowers(nn.Module):
@@ -44,10 +50,69 @@ def test_towers_of_one_class_are_searched_for_their_blocks() -> None:
     assert {p.fqn for p in root.params} > {"shared.weight"}
 
 
+class Held(nn.Module):
+    """Holds parameters, and leaves the computing to the module around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+
+class Mixing(nn.Module):
+    """Parameters in modules without forward: before the blocks, among them, after them, and in a list of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ParameterDict({"scale": torch.ones(8)})
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), Held()])
+        self.mix = nn.ParameterList([torch.ones(8)])
+        self.holders = nn.ModuleList([Held(), Held()])
+        self.last = Held()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[2].scale * self.layers[1](self.layers[0](self.first["scale"] * x))
+        return self.head(x * self.mix[0] * self.holders[0].scale + self.holders[1].scale * self.last.scale)
+
+
+def run_mixing() -> list[str]:
+    model = Mixing()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    decided = plan(model, mesh)
+    decided.apply(model)(torch.ones(2, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return [unit.name for unit in decided.units]
+
+
+def test_modules_without_forward_are_gathered_with_the_unit_around_them() -> None:
+    assert run_ranks(run_mixing, 1) == [["layers.0", "layers.1", "head", "root"]]
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (Policy(units=["mix"]), "'mix' is a ParameterList, which has no forward to gather for. Leave it out"),
+        (Policy(units=["holders"]), "'holders' is a ModuleList, .* Use 'holders.*'"),
+        (Policy(units=[Held]), "'layers.2' is a Held, which has no forward to gather for. Leave it out"),
+        (
+            Policy(mp=MixedPrecision(param="bf16", keep_fp32=["mix.*"])),
+            "'mix' is a ParameterList.*Match the module around it",
+        ),
+        (Policy(mp=MixedPrecision(param="bf16", keep_fp32=["last"])), "'last' is a Held.*Match the module around it"),
+    ],
+)
+def test_naming_a_module_without_forward_is_refused(policy: Policy, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(Mixing(), {"shard": 4}, policy)
+
+
 class Expert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
 
 
 class MoEBlock(nn.Module):
@@ -55,6 +120,9 @@ class MoEBlock(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(8)
         self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(expert(self.norm(x)) for expert in self.experts)
 
 
 def test_experts_are_not_taken_out_of_their_block_because_ranks_may_skip_them() -> None:
@@ -93,7 +161,7 @@ def test_blocks_tied_to_each_other_are_one_unit_and_blocks_tied_to_the_rest_stay
     model = TinyLM(layers=4)
     model.layers[3].up.weight = model.layers[1].up.weight
     assert names(model) == ["embed", "layers.0", "layers.1+layers.3", "layers.2", "norm+head", "root"]
-    model.bridge = nn.Module()
+    model.bridge = nn.Linear(18, 6, bias=False)
     model.bridge.weight = model.layers[0].down.weight
     assert names(model) == ["embed", "layers.1+layers.3", "layers.2", "root"]
 

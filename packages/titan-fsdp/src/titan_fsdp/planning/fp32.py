@@ -46,11 +46,19 @@ def _kept_modules(model: nn.Module, mp: MixedPrecision) -> list[str]:
     kept: list[str] = []
     tied = _tied_to_kept(model, mp)
     for name, module in named_modules(model).items():
-        if owner(name, kept) is not None or is_container(module) or not has_parameters(module):
+        if owner(name, kept) is not None or not has_parameters(module):
             continue
         direct = [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
         hit = [fqn for fqn in direct if matches(fqn, mp.keep_fp32)]
-        if name and (name in tied or matches(name, mp.keep_fp32)):
+        named = name in tied or matches(name, mp.keep_fp32)
+        if name and is_container(module):
+            if direct and (hit or named):
+                raise ValueError(
+                    f"mp.keep_fp32 matches {hit or direct}, but {name!r} is a {type(module).__name__} without forward, whose "
+                    "parameters compute in the dtype of what is around it. Match the module around it."
+                )
+            continue
+        if name and named:
             kept.append(name)
         elif hit:
             if not name or len(hit) < len(direct):

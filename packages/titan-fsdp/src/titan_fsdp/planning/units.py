@@ -5,6 +5,8 @@ one of several siblings of one class that have submodules. One that holds more t
 itself made of such blocks (an encoder beside a decoder, a stage of a convolutional network) is a tower: the search goes
 on inside it. Experts are never taken apart, because ranks may skip some of them.
 
+A module without forward, such as a ``ParameterList``, is no unit: what reads its parameters is around it.
+
 Embeddings before the blocks are a unit each; everything with parameters that comes after them (final norm, head) is one
 unit together, the last. A module whose weight is tied to one elsewhere, or that is itself in several places, stays in the root,
 which is gathered throughout; blocks that share one are one unit. What remains belongs to the root as well. Registration order
@@ -75,8 +77,8 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether ``module`` only holds others: FSDP hooks forward, and a container has none."""
-    return isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward
+    """Whether ``module`` only holds modules or parameters for others: FSDP hooks forward, and it has none."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def owner(name: str, fqns: Sequence[str]) -> str | None:
@@ -135,7 +137,7 @@ def _find_blocks(module: nn.Module, search: _Search) -> list[nn.Module]:
     children = [child for child in module.children() if has_parameters(child)]
     siblings = Counter(type(child) for child in children if next(child.children(), None) is not None)
     for child in children:
-        repeated = is_container(module) or siblings[type(child)] > 1
+        repeated = isinstance(module, _CONTAINERS) or siblings[type(child)] > 1
         if repeated and not is_container(child):
             found += search.blocks_of_tower(child) or [child]
         else:
@@ -196,6 +198,7 @@ def _resolve(unit: Unit, modules: dict[str, nn.Module]) -> list[Group]:
         if not names:
             classes = sorted({type(m).__name__ for m in modules.values()})
             raise ValueError(f"Unit({wanted.__name__}) matches no module. The model has {', '.join(classes)}.")
+        _check_hooked(names, modules)
         return [Group((name,), unit) for name in names]
     if isinstance(unit.match, str):
         return [Group((name,), unit) for name in _expand(unit.match, modules)]
@@ -210,13 +213,21 @@ def _expand(pattern: str, modules: dict[str, nn.Module]) -> list[str]:
     if not names:
         near = difflib.get_close_matches(pattern, list(modules), n=3, cutoff=0.4) or list(modules)[1:4]
         raise ValueError(f"unit {pattern!r} matches no module. Nearest names: {', '.join(near)}.")
+    names = [name for name in names if has_parameters(modules[name])]
+    _check_hooked(names, modules)
+    return names
+
+
+def _check_hooked(names: Sequence[str], modules: dict[str, nn.Module]) -> None:
     for name in names:
         if is_container(modules[name]):
-            raise ValueError(
-                f"unit {name!r} is a {type(modules[name]).__name__}: a container has no forward to gather for. "
-                f"Use {name + '.*'!r} to make each child a unit."
+            holds = any(has_parameters(child) for child in modules[name].children())
+            instead = (
+                f"Use {name + '.*'!r} to make each child a unit." if holds else "Leave it out: the unit around it does."
             )
-    return [name for name in names if has_parameters(modules[name])]
+            raise ValueError(
+                f"unit {name!r} is a {type(modules[name]).__name__}, which has no forward to gather for. {instead}"
+            )
 
 
 def _check_disjoint(groups: list[Group]) -> None:
