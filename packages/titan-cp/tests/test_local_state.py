@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from titan_cp import local_linear_attention, reference_linear_attention
+from titan_cp import linear_attention, local_linear_attention, plan, reference_linear_attention
+from titan_cp.state.local import _increasing
 
 SHAPE = {"batch": 2, "key_heads": 2, "heads": 4, "key_dim": 6, "value_dim": 5}
 
@@ -41,6 +42,68 @@ def test_whole_rows_match_the_reference(tokens, delta, channels):
     both = (torch.autograd.grad((x * probe).sum(), wanted, **one_token) for x in (out, want))
     for got, expected in zip(*both, strict=True):
         assert torch.allclose(got, expected, atol=1e-9)
+
+
+def test_numbers_of_documents_may_come_again():
+    given = inputs(40, delta=True, channels=False)
+    bounds = [0, 11, 12, 30, 40]
+    documents = torch.zeros(2, 40, dtype=torch.int64)
+    for start in (11, 30):
+        documents[:, start:] += 1
+    documents[:, 12:30] = 0
+    out, _ = local_linear_attention(*given, documents=documents)
+    assert torch.allclose(out, reference_linear_attention(*given, cu_seqlens=bounds), atol=1e-10)
+
+
+@pytest.mark.parametrize("reset", [-1e4, -1e9, float("-inf")])
+@pytest.mark.parametrize(("delta", "channels"), [(True, False), (True, True), (False, False), (False, True)])
+def test_a_decay_that_forgets_everything_keeps_what_follows(delta, channels, reset):
+    """As a reset: what the state was is gone, and later tokens are as exact as without one. In float32."""
+    given = [None if x is None else x.detach().float() for x in inputs(90, delta=delta, channels=channels)]
+    given[3][:, :, [10, 17, 70]] = reset
+    leaves = [x.requires_grad_() for x in given if x is not None]
+    out, last = local_linear_attention(*given)
+    want = reference_linear_attention(*given)
+    # Exponents of 64 tokens add up to 64 · 104 at most, so a float32 one is off by 2^-24 of that; here by three resets.
+    assert (out - want).abs().max() <= 1e-4 * want.abs().max()
+    assert last.isfinite().all()
+    probe = torch.randn(want.shape, generator=torch.Generator().manual_seed(0))
+    both = (torch.autograd.grad((x * probe).sum(), leaves) for x in (out, want))
+    for got, expected in zip(*both, strict=True):
+        assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_boundaries_that_are_filled_anew_are_read_anew():
+    boundaries = torch.tensor([0, 3, 3, 8])
+    assert _increasing(boundaries).tolist() == [0, 3, 8]
+    assert _increasing(boundaries) is _increasing(boundaries)
+    boundaries.copy_(torch.tensor([0, 5, 8, 8]))
+    with torch.inference_mode():
+        assert _increasing(boundaries).tolist() == [0, 5, 8]
+    assert not _increasing(boundaries).is_inference()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_meta_tensors_and_rows_of_no_tokens_give_shapes(packed):
+    for tokens, device in ((8, "meta"), (0, "cpu"), (0, "meta")):
+        q, k, v, decay, beta = (x.detach().to(device) for x in inputs(tokens, delta=True, channels=False))
+        documents = torch.zeros(2, tokens, dtype=torch.int64, device=device) if packed else None
+        out, state = local_linear_attention(q, k, v, decay, beta, documents=documents)
+        assert (out.shape, state.shape) == ((2, 4, tokens, 5), (2, 4, 6, 5))
+        assert device == "meta" or not state.any()
+    p = plan(8, size=1, rank=0, num_heads=4)
+    q, k, v, decay, beta = (x.detach().to("meta") for x in inputs(8, delta=True, channels=False))
+    assert linear_attention(q, k, v, decay, beta, plan=p).shape == v.shape
+
+
+def test_documents_and_resets_are_one_graph_inside_autocast():
+    given = [x.detach().float() for x in inputs(70, delta=True, channels=False)]
+    documents = (torch.arange(70) > 30).long().expand(2, -1)
+    compiled = torch.compile(local_linear_attention, fullgraph=True, backend="aot_eager")
+    want, _ = local_linear_attention(*given, documents=documents)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = compiled(*given, documents=documents)
+    assert torch.allclose(got, want, atol=1e-5)
 
 
 def test_a_row_in_pieces_goes_on_from_its_state():

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from titan_cp.backends.autocast import no_autocast
 from titan_cp.backends.backend import DenseBackend, Request, Saved
 from titan_cp.planning.costs import accumulator_dtype
 
@@ -23,17 +24,24 @@ class Naive(DenseBackend):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Attention of one block."""
-        scores = self._scores(q, k, causal, bias, scale)
-        lse = torch.logsumexp(scores, dim=-1)
-        # A row without keys has lse = -inf; exp(-inf - 0) makes its probabilities 0 rather than NaN.
-        p = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
-        out = p @ v.to(p.dtype).unsqueeze(2)
+        with no_autocast(q.device):
+            scores = self._scores(q, k, causal, bias, scale)
+            lse = torch.logsumexp(scores, dim=-1)
+            # A row without keys has lse = -inf; exp(-inf - 0) makes its probabilities 0 rather than NaN.
+            p = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
+            out = p @ v.to(p.dtype).unsqueeze(2)
         return out.flatten(1, 2), lse.flatten(1, 2)
 
     def block_backward(
         self, saved: Saved, causal: bool, bias: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of one block."""
+        with no_autocast(saved.q.device):
+            return self._gradients(saved, causal, bias, scale)
+
+    def _gradients(
+        self, saved: Saved, causal: bool, bias: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         _, q, k, v, _, lse = saved
         scores = self._scores(q, k, causal, bias, scale)
         wide, groups = scores.dtype, scores.shape[1:3]

@@ -14,7 +14,8 @@ Documents begin and end anywhere: pairs of different documents are masked, a tok
 that ``h`` is of, and writes to ``h'`` only if it is of the document that the chunk ends with. A document of one token costs
 one token. Chunks begin anew at each run (`titan_cp.state.pieces`), whose first state comes from another rank.
 
-Every exponent is at most 0, so nothing overflows. Sums are float32 (float64 for float64).
+Every exponent is at most 0, so nothing overflows, and a decay is bounded from below, so that a reset (minus infinity) leaves
+the others exact. Sums are float32 (float64 for float64).
 
 Source: the chunked form of "Gated Delta Networks" (arXiv 2412.06464), "Kimi Linear" (arXiv 2510.26692), "Gated Linear
 Attention" (arXiv 2312.06635), and Mamba-2's state space duality (arXiv 2405.21060).
@@ -100,7 +101,7 @@ class Chunks(NamedTuple):
 
 def make_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, grid: ChunkGrid) -> Chunks:
     """The maps of all chunks; arguments as in `linear_attention`, equal heads, ``q`` scaled, ``decay [B, H, T, K or 1]``."""
-    q, k, v, decay = (_to_chunks(x, grid) for x in (q, k, v, decay))
+    q, k, v, decay = (_to_chunks(x, grid) for x in (q, k, v, bounded_decay(decay)))
     total = decay.cumsum(-2)
     between = total.unsqueeze(-2) - total.unsqueeze(-3)  # [B, H, N, C, C, K or 1]
     weights = between.masked_fill(~grid.pairs.unsqueeze(-1), float("-inf")).exp()
@@ -115,6 +116,11 @@ def make_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | N
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         values, corrections = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     return Chunks(q * read, _weighted(q, k, weights), values, corrections, k * written, read[..., -1, :].unsqueeze(-1))
+
+
+def bounded_decay(decay: Tensor) -> Tensor:
+    """Log-decay, no further down than where its exponential is 0: sums with a huge one would keep nothing of the others."""
+    return decay.clamp(min=-746.0 if decay.dtype == torch.float64 else -104.0)
 
 
 def run_summary(chunks: Chunks, run: Run, span: range) -> tuple[Tensor, Tensor]:

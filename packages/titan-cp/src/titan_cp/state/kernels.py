@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from titan_cp.backends.trial import TrialKernel, choose_kernel
+from titan_cp.state.chunks import bounded_decay
 
 SHORTEST = 64
 """Tokens of a row from which a kernel is tried: below, one chunk of plain products does it."""
@@ -133,7 +134,7 @@ def _run_fla(
     groups = v.shape[1] // k.shape[1]
     if groups > 1 and not published.shares_keys:
         q, k = (x.repeat_interleave(groups, dim=1) for x in (q, k))
-    operands = {"q": q.to(v.dtype), "k": k.to(v.dtype), "v": v, "g": decay.float()}
+    operands = {"q": q.to(v.dtype), "k": k.to(v.dtype), "v": v, "g": bounded_decay(decay.float())}
     if beta is not None:
         operands["beta"] = beta
     operands = {name: x.transpose(1, 2) for name, x in operands.items()}

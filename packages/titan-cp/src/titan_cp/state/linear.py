@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_cp.backends.autocast import no_autocast
 from titan_cp.methods.compiling import graph_break
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.groups import check_group
@@ -56,7 +57,8 @@ def linear_attention(
         q: This rank's queries, shape ``[B, Hk, T, K]``.
         k: This rank's keys, shape ``[B, Hk, T, K]``.
         v: This rank's values, shape ``[B, H, T, V]``; ``Hk`` divides ``H``, and ``H / Hk`` heads in turn share a key head.
-        decay: Logarithm of what is left of the state at each token, at most 0: ``[B, H, T]``, or ``[B, H, T, K]``.
+        decay: Logarithm of what is left of the state at each token, at most 0, minus infinity for nothing: ``[B, H, T]``, or
+            ``[B, H, T, K]``.
         beta: How much of what a key recalls is replaced, ``[B, H, T]``; None for no delta rule.
         plan: A plan of this sequence length or packing: its ranks, documents and layout. Its heads, mask and method are
             those of the softmax layers and do not matter here.
@@ -77,11 +79,11 @@ def linear_attention(
         kernel = choose_state_kernel((q, k, v, decay, beta), packed=True, reference=plain_rows)
         if kernel is not None:
             bounds = plan.index_once(("rows", v.shape[0], v.device), lambda: _boundaries(pieces, v))
-            with torch.autocast(v.device.type, enabled=False):
+            with no_autocast(v.device):
                 return kernel(q, k, v, decay, beta, bounds=bounds, scale=scale)[0]
     wide = accumulator_dtype(v.dtype)
     repeats = v.shape[1] // k.shape[1]
-    with torch.autocast(v.device.type, enabled=False):
+    with no_autocast(v.device):
         q_wide, k_wide = q.to(wide) * scale, k.to(wide)
         if repeats > 1:
             q_wide, k_wide = (x.repeat_interleave(repeats, dim=1) for x in (q_wide, k_wide))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from titan_cp.backends.autocast import no_autocast
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.state.chunks import CHANNEL_CHUNK, HEAD_CHUNK, ChunkGrid, make_chunks, read_chunks
 from titan_cp.state.kernels import choose_state_kernel
@@ -35,12 +36,14 @@ def local_linear_attention(
         q: ``[B, Hk, T, K]``.
         k: ``[B, Hk, T, K]``.
         v: ``[B, H, T, V]``; ``Hk`` divides ``H``.
-        decay: Logarithm of what is left of the state at each token, at most 0: ``[B, H, T]``, or ``[B, H, T, K]``.
+        decay: Logarithm of what is left of the state at each token, at most 0, minus infinity for nothing: ``[B, H, T]``, or
+            ``[B, H, T, K]``.
         beta: ``[B, H, T]``; None for no delta rule.
         documents: ``[B, T]``, integers: one number for the tokens of a document, another for those of the next. None: a
             row is one document.
         boundaries: The same as ends of the documents of all rows laid end to end, ``[N + 1]`` integers from 0 to ``B · T``,
-            which may repeat. Only kernels of other packages read it; without it none is taken for packed rows.
+            which may repeat. Only kernels of other packages read it; without it none is taken for packed rows. One made in
+            inference mode must not be changed in place.
         state: What the first document of each row continues from, ``[B, H, K, V]``; None for zeros.
         scale: Factor on the queries; None for ``1/sqrt(K)``.
 
@@ -57,7 +60,7 @@ def local_linear_attention(
         kernel = choose_state_kernel((q, k, v, decay, beta), packed=documents is not None, reference=plain_rows)
         if kernel is not None:
             bounds = None if boundaries is None else _increasing(boundaries)
-            with torch.autocast(v.device.type, enabled=False):
+            with no_autocast(v.device):
                 return kernel(q, k, v, decay, beta, bounds=bounds, scale=scale)
     return _in_chunks(q, k, v, decay, beta, documents, state, scale)
 
@@ -79,15 +82,17 @@ def _in_chunks(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide = accumulator_dtype(v.dtype)
     repeats, tokens = v.shape[1] // k.shape[1], v.shape[2]
-    with torch.autocast(v.device.type, enabled=False):
+    if state is None:
+        state = v.new_zeros((*v.shape[:2], k.shape[-1], v.shape[-1]), dtype=wide)
+    if not tokens:
+        return v.clone(), state
+    with no_autocast(v.device):
         q_wide, k_wide = q.to(wide) * scale, k.to(wide)
         if repeats > 1:
             q_wide, k_wide = (x.repeat_interleave(repeats, dim=1) for x in (q_wide, k_wide))
         decay_wide = (decay.unsqueeze(-1) if decay.ndim == 3 else decay).to(wide)
         grid = _grid(documents, tokens, HEAD_CHUNK if decay.ndim == 3 else CHANNEL_CHUNK, v.device)
         chunks = make_chunks(q_wide, k_wide, v.to(wide), decay_wide, None if beta is None else beta.to(wide), grid)
-        if state is None:
-            state = v.new_zeros((*v.shape[:2], k.shape[-1], v.shape[-1]), dtype=wide)
         first: list[Tensor] = []
         for chunk in range(grid.first[-1]):
             first.append(state)
@@ -98,13 +103,16 @@ def _in_chunks(
 
 def _increasing(boundaries: Tensor) -> Tensor:
     """Without repetitions, int64: one wait of the host for the boundaries of a batch, whichever layer asks first."""
-    found = _DISTINCT.get(boundaries)
-    if found is None:
-        found = _DISTINCT[boundaries] = boundaries.long().unique_consecutive()
+    version = None if boundaries.is_inference() else boundaries._version
+    seen, found = _DISTINCT.get(boundaries, (None, None))
+    if found is None or seen != version:
+        with torch.inference_mode(False):  # it may be saved for a backward
+            found = boundaries.long().unique_consecutive()
+        _DISTINCT[boundaries] = version, found
     return found
 
 
-_DISTINCT: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+_DISTINCT: MutableMapping[Tensor, tuple[int | None, Tensor]] = WeakTensorKeyDictionary()
 
 
 def _grid(documents: Tensor | None, tokens: int, size: int, device: torch.device) -> ChunkGrid:
@@ -114,6 +122,7 @@ def _grid(documents: Tensor | None, tokens: int, size: int, device: torch.device
     if documents is None:
         every = torch.ones(1, 1, dtype=torch.bool, device=device)
         return ChunkGrid(size, (0, count), None, pairs, every, every)
+    documents = (documents.diff(dim=1, prepend=documents[:, :1]) != 0).cumsum(1)  # numbers of later ones may repeat
     # filling belongs to the last document, so that the state goes through it unchanged
     filling = documents[:, -1:].expand(-1, count * size - tokens)
     of = torch.cat([documents, filling], dim=1).unflatten(1, (count, size)).unsqueeze(1)
