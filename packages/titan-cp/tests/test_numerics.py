@@ -3,7 +3,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from titan_cp import attention, plan, reference_attention
+from titan_cp import (
+    allgather_attention,
+    attention,
+    causal_convolution,
+    plan,
+    reference_attention,
+    ulysses_attention,
+)
 from titan_testing import assert_close, run_ranks
 
 
@@ -139,3 +146,58 @@ def two_plans_at_once():
 
 def test_two_plans_with_different_options_coexist_and_torch_is_not_patched():
     assert all(run_ranks(two_plans_at_once, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_naive_computes_as_wide_inside_autocast(dtype):
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, 2, 32, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
+    p = plan(32, size=1, rank=0, num_heads=2)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = attention(*leaves, plan=p, backend="naive")
+            found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def second_derivatives():
+    """Messages of what is raised where a first derivative is differentiated again, by function."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    q = torch.randn(1, 2, 16, 8, dtype=torch.float64)
+
+    def local(q, k, v):
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+    def planned(method, **options):
+        return plan(32, size=size, rank=rank, num_heads=2, method=method, dtype=torch.float64, **options)
+
+    ring, ulysses, gather = (planned(method) for method in ("ring", "ulysses", "allgather"))
+    window = planned("ring", layout="contiguous", window=4)
+    assert window.direct
+    cut = planned("ring", layout="contiguous")
+    functions = {
+        "ring": lambda x: attention(x, x, x, plan=ring, group=world),
+        "direct": lambda x: attention(x, x, x, plan=window, group=world),
+        "allgather": lambda x: attention(x, x, x, plan=gather, group=world),
+        "ulysses": lambda x: attention(x, x, x, plan=ulysses, group=world),
+        "ulysses, attn_fn": lambda x: ulysses_attention(x, x, x, plan=ulysses, group=world, attn_fn=local),
+        "allgather, attn_fn": lambda x: allgather_attention(x, x, x, plan=gather, group=world, attn_fn=local),
+        "unshard": lambda x: ring.unshard(x, 2, group=world),
+        "convolution": lambda x: causal_convolution(x[0].mT, x.new_ones(8, 3), plan=cut, group=world),
+    }
+    messages = {}
+    for name, function in functions.items():
+        x = q.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+        try:
+            torch.autograd.grad(grad.square().sum(), x)
+            messages[name] = "nothing"
+        except RuntimeError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong():
+    for messages in run_ranks(second_derivatives, 2):
+        assert {name: text for name, text in messages.items() if "differentiable once" not in text} == {}

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from titan_cp.backends.backend import Backend, Saved
 from titan_cp.backends.merge import add_sinks
+from titan_cp.differentiable import differentiable_once
 from titan_cp.methods.ring import block_gradients, finished, new_accumulators, sink_gradients_of, widen_saved
 from titan_cp.methods.rows import KeyValues, pack_tokens, token_rows, widen, zero_tokens
 from titan_cp.planning.costs import accumulator_dtype, gathers_by_rank
@@ -72,6 +73,7 @@ class _AllGather(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         setup: GatherSetup = ctx.setup
         *kept, sinks = ctx.saved_tensors
@@ -108,6 +110,7 @@ class _GatherSequence(torch.autograd.Function):
         return kv.k.contiguous(), kv.v.contiguous()  # an attention of one's own may want to view them
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grads = [grad.to(accumulator_dtype(grad.dtype)) for grad in grad_outputs]
         local = tuple(

@@ -198,7 +198,7 @@ def ulysses_attention(
             with ``Hq/N`` query heads (rounded up, with heads of zeros) and the whole sequence in order. FlexAttention fits.
 
     Returns:
-        The attention of this rank's queries, ``[B, Hq, T, E]`` in the dtype of ``q``. Differentiable as far as ``attn_fn`` is.
+        The attention of this rank's queries, ``[B, Hq, T, E]`` in the dtype of ``q``. Differentiable once.
 
     Raises:
         ValueError: If tensors, group or backend do not fit the plan, before any communication.

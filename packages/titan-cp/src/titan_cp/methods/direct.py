@@ -27,6 +27,7 @@ from torch import Tensor
 
 from titan_cp.backends.backend import Saved
 from titan_cp.backends.merge import add_sinks
+from titan_cp.differentiable import differentiable_once
 from titan_cp.methods.ring import (
     RingSetup,
     block_gradients,
@@ -67,6 +68,7 @@ class _Direct(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         setup: RingSetup = ctx.setup
         plan, group, backend, scale = setup

@@ -35,6 +35,7 @@ from torch.profiler import record_function
 
 from titan_cp.backends.backend import Backend, Grads, Saved
 from titan_cp.backends.merge import add_sinks, sink_gradients
+from titan_cp.differentiable import differentiable_once
 from titan_cp.methods.rows import KeyValues, empty_rows, pack_rows, widen, zero_rows
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.plan import AttentionPlan
@@ -68,6 +69,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         *kept, sinks = ctx.saved_tensors
         saved = Saved(grad_outputs[0].contiguous(), *kept)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_cp.differentiable import differentiable_once
 from titan_cp.planning.costs import accumulator_dtype
 from titan_cp.planning.plan import AttentionPlan
 from titan_cp.planning.tokens import TokenOrder
@@ -62,6 +63,7 @@ class _Scatter(torch.autograd.Function):
         return _to_sequence((_add_heads(q, plan.num_kv_heads, shares.groups, shares.group_heads), k, v), plan, group)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         plan: AttentionPlan = ctx.plan
         q, k, v = _to_heads(grad_outputs, plan, ctx.group)
@@ -75,6 +77,7 @@ class _Collect(torch.autograd.Function):
         return _drop_heads(_to_heads((out,), plan, group)[0], plan)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         plan: AttentionPlan = ctx.plan
         grad = _add_heads(grad_outputs[0], plan.num_kv_heads, plan.head_shares.groups, plan.head_shares.group_heads)

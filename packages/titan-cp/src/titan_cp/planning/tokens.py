@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_cp.differentiable import differentiable_once
 from titan_cp.planning.groups import check_group
 from titan_cp.planning.ranges import Ranges, document_pieces
 
@@ -112,6 +113,7 @@ class _Gather(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (grad,) = grad_outputs
         out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))

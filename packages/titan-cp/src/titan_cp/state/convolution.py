@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_cp.differentiable import differentiable_once
 from titan_cp.methods.compiling import graph_break
 from titan_cp.methods.direct import RowTransfer
 from titan_cp.methods.rows import KeyValues, empty_rows, zero_rows
@@ -140,6 +141,7 @@ class _Halo(torch.autograd.Function):
         return torch.cat([rows[:, :0], *received], dim=1)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         grad = grad_outputs[0].to(accumulator_dtype(ctx.dtype))
         like = _pair(grad)

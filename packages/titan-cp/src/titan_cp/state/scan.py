@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_cp.differentiable import differentiable_once
 from titan_cp.planning.plan import AttentionPlan
 from titan_cp.planning.tokens import to_device
 from titan_cp.state.pieces import DocumentPieces, FoldStep
@@ -61,6 +62,7 @@ class _Scan(torch.autograd.Function):
         return first
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         setup: ScanSetup = ctx.setup
         pieces = setup.pieces
