@@ -1,5 +1,6 @@
 """`titan_ckpt.integrations`: a run that is stopped and resumed goes on as one that was not, bitwise."""
 
+import json
 import warnings
 from pathlib import Path
 
@@ -69,6 +70,52 @@ def test_a_transformers_trainer_resumes_bitwise(tmp_path):
         got = train_hf(tmp_path / "stopped", 10, str(tmp_path / "stopped" / "checkpoint-8"))
     assert_same(got, want)
     assert not list((tmp_path / "stopped").rglob("*.pt")), "nothing of the Trainer's own"
+
+
+def test_a_transformers_trainer_that_shall_load_the_best_model_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from titan_ckpt.integrations.transformers import TitanTrainer
+
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="loss", report_to=[], use_cpu=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="load_best_model_at_end=False"):
+        TitanTrainer(model(), args, train_dataset=rows(), eval_dataset=rows())
+
+
+def test_a_transformers_trainer_saves_and_resumes_the_state_of_callbacks(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from titan_ckpt.integrations.transformers import TitanTrainer
+    from transformers.trainer_callback import ExportableState
+
+    class Count(transformers.TrainerCallback, ExportableState):
+        steps = 0
+
+        def on_step_end(self, *_, **__):
+            self.steps += 1
+
+        def state(self):
+            return {"args": {}, "attributes": {"steps": self.steps}}
+
+    def train(until: int, resume: str | None) -> list[int]:
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=until, per_device_train_batch_size=4, save_steps=2, report_to=[],
+            logging_strategy="no", use_cpu=True, disable_tqdm=True, restore_callback_states_from_checkpoint=True,
+        )  # fmt: skip
+        trainer = TitanTrainer(model(), args, train_dataset=rows(), callbacks=[Count()])
+        trainer.train(resume_from_checkpoint=resume)
+        return [callback.steps for callback in trainer.callback_handler.callbacks if isinstance(callback, Count)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert train(4, None) == [4]
+        saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["stateful_callbacks"]
+        assert saved["Count"]["attributes"] == {"steps": 2}
+        assert "TrainerControl" in saved
+        assert train(6, str(tmp_path / "checkpoint-4")) == [6]
 
 
 def train_accelerate(root: Path, steps: int) -> list[torch.Tensor]:

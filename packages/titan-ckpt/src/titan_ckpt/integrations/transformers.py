@@ -7,17 +7,34 @@ Weights, optimizer, schedule and random state are sharded, digested and committe
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer_callback import ExportableState
 
 from titan_ckpt import Checkpointer, TrainState
 
 
 class TitanTrainer(Trainer):
-    """Saves and resumes through titan-ckpt; everything else is transformers'."""
+    """Saves and resumes through titan-ckpt; everything else is transformers'.
+
+    Raises:
+        ValueError: With ``load_best_model_at_end``, which looks for transformers' own files.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.load_best_model_at_end:
+            raise ValueError(
+                "TitanTrainer got load_best_model_at_end=True, which looks for files that it does not write: the last weights "
+                "would stay. Set load_best_model_at_end=False, and restore the best step after training: "
+                f"Checkpointer({str(self._root())!r}).restore(TrainState(model=model, rng=False), "
+                "trainer.state.best_global_step). save_total_limit must be large enough to keep it."
+            )
+
+    def _root(self) -> Path:
+        return Path(str(self.args.output_dir)).absolute() / "steps"
 
     def _steps(self, **parts: Any) -> tuple[Checkpointer, TrainState]:
-        root = Path(str(self.args.output_dir)).absolute() / "steps"
-        return Checkpointer(root, keep_last=self.args.save_total_limit), TrainState(**parts)
+        return Checkpointer(self._root(), keep_last=self.args.save_total_limit), TrainState(**parts)
 
     def _parts(self) -> dict[str, Any]:
         optim = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
@@ -30,6 +47,8 @@ class TitanTrainer(Trainer):
             checkpointer.save(self.state.global_step, state)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
+            exported = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
+            self.state.stateful_callbacks |= TrainerState(stateful_callbacks=exported).stateful_callbacks
             self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
