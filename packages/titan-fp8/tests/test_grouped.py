@@ -104,6 +104,17 @@ def test_rows_beyond_the_last_group_are_zero_both_ways() -> None:
     assert ((dw - short[2]).abs().double() <= two_orders_of_one_sum(short[2], magnitude, 9)).all()
 
 
+@pytest.mark.parametrize("recipe", list(titan_fp8.RECIPES))
+def test_rows_of_no_expert_may_hold_anything(recipe: str) -> None:
+    x, w, offs, g = draw([5, 9], extra=6)
+    full_x, full_g = x.clone(), g.clone()
+    full_x[14:] = 1e30
+    full_g[14:] = -1e30
+    want = run(lambda x, w: titan_fp8.grouped_mm(x, w, offs, recipe), x, w, g)
+    got = run(lambda x, w: titan_fp8.grouped_mm(x, w, offs, recipe), full_x, w, full_g)
+    assert all(torch.equal(a[:14], b[:14]) for a, b in zip(got, want, strict=True))
+
+
 class NoHostReads(TorchDispatchMode):
     """Fails on any operation that hands a value of a tensor to Python, or has a shape that depends on one."""
 

@@ -106,12 +106,15 @@ KERNELS = {
         {"x": X, "tiles": BITS, **DUAL, "scale": CODES, "scale_t": CODES, **SIZES, "E": INT, "tiles_k": INT},
         {"E4M3": True, "HARDWARE": True}, 8,
     ),
-    "grouped_amax": (
-        grouped_cast.grouped_amax_kernel,
-        {"x": X, "tiles": BITS, "row_bits": BITS, "column_bits": BITS, "K": INT, "E": INT, "stride_x": INT, "stride_q": INT,
-         "tiles_k": INT},
-        {"HARDWARE": True}, 4,
-    ),
+    **{
+        f"grouped_amax-{name}": (
+            grouped_cast.grouped_amax_kernel,
+            {"x": X, "tiles": BITS, "row_bits": BITS, "column_bits": BITS, "K": INT, "E": INT, "stride_x": INT,
+             "stride_q": INT, "tiles_k": INT},
+            {"VECTOR": name == "row", "HARDWARE": True}, 4,
+        )
+        for name in ("tensor", "row")
+    },
     **{
         f"cast_grouped-{name}": (
             grouped_cast.cast_grouped_with_amax_kernel,

@@ -194,6 +194,7 @@ def grouped():
         ("full", (1, 129, 130)),
     ):
         x, offs = matrix(140, 147), torch.tensor(ends, dtype=torch.int32)
+        x[ends[-1] :] *= 1e10  # rows of no group decide no scale of others
         got = grouped_cast.cast_grouped(x, offs, E4M3, True, "block1x128")
         expected = reference.cast_grouped(x, offs, E4M3, True, "block1x128")
         results[f"cast_grouped-{label}"] = mismatches(got, expected)

@@ -78,8 +78,9 @@ def cast_grouped(x: Tensor, offs: Tensor, dtype: torch.dtype, pow2: bool, scalin
         per_group = block_amax.new_zeros(columns.shape[0], num_groups + 1).scatter_reduce(1, index, block_amax, "amax")
         block_amax = per_group.gather(1, index)
     else:
-        q, scale = cast_tensor(pad_matrix(x, 128), dtype, pow2)
-        block_amax = finite_amax(x).expand_as(block_amax)
+        known = block_amax.max() if block_amax.numel() else block_amax.sum()  # rows of no group may hold anything
+        q, scale = cast_tensor(pad_matrix(x, 128), dtype, pow2, known)
+        block_amax = known.expand_as(block_amax)
     encode, decode = encode_decode_scales(block_amax.contiguous(), dtype, pow2)
     qt = round_to_float8(blocks * encode.unsqueeze(-1), dtype).view(columns.shape)
     return q[:num_rows].clone(), scale, qt, decode.t().contiguous().t(), offs_padded

@@ -21,7 +21,6 @@ from titan_fp8.kernels.triton.group_tiles import group_tiles
 from titan_fp8.kernels.triton.launch import launch
 from titan_fp8.kernels.triton.mx import exponent_byte
 from titan_fp8.kernels.triton.round import load_finite, row_major, scales_of, to_float8
-from titan_fp8.kernels.triton.tensor import amax
 from titan_fp8.reference.results import empty_grouped
 
 
@@ -107,18 +106,27 @@ def cast_grouped_mx_kernel(
 
 
 @triton.jit
-def grouped_amax_kernel(x, tiles, row_bits, column_bits, K, E, stride_x, stride_q, tiles_k, HARDWARE: tl.constexpr):
-    """The largest finite magnitude of each row, ``[M]``, and of each column of each group, ``[E + 1, Kp]``."""
+def grouped_amax_kernel(
+    x, tiles, row_bits, column_bits, K, E, stride_x, stride_q, tiles_k, VECTOR: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Largest finite magnitudes: with ``VECTOR`` of each row, ``[M]``, and of each column of each group, ``[E + 1, Kp]``; else
+    one of all rows of groups, in ``row_bits``.
+    """
     _, tile_k, group, row_start, readable, tile = load_grouped(x, tiles, K, stride_x, tiles_k, HARDWARE)
     lanes = tl.arange(0, 128)
     value = tl.abs(tile)
     # A maximum of nothing but NaN is NaN; compare with zero so that the bits stay those of a number.
-    by_row, by_column = tl.max(value, axis=1), tl.max(value, axis=0)
-    by_row, by_column = tl.where(by_row > 0.0, by_row, 0.0), tl.where(by_column > 0.0, by_column, 0.0)
-    tl.atomic_max(row_bits + row_start + lanes, by_row.to(tl.int32, bitcast=True), mask=readable)
-    columns = tile_k * 128 + lanes
-    own = column_bits + group.to(tl.int64) * stride_q + columns
-    tl.atomic_max(own, by_column.to(tl.int32, bitcast=True), mask=columns < tl.where(group < E, K, 0))
+    by_row = tl.max(value, axis=1)
+    by_row = tl.where(by_row > 0.0, by_row, 0.0)
+    if VECTOR:
+        by_column = tl.max(value, axis=0)
+        by_column = tl.where(by_column > 0.0, by_column, 0.0)
+        tl.atomic_max(row_bits + row_start + lanes, by_row.to(tl.int32, bitcast=True), mask=readable)
+        columns = tile_k * 128 + lanes
+        own = column_bits + group.to(tl.int64) * stride_q + columns
+        tl.atomic_max(own, by_column.to(tl.int32, bitcast=True), mask=columns < tl.where(group < E, K, 0))
+    else:
+        tl.atomic_max(row_bits, tl.max(by_row, axis=0).to(tl.int32, bitcast=True), mask=group < E)
 
 
 @triton.jit
@@ -177,18 +185,16 @@ def cast_grouped(
             *x.shape, num_groups, *strides, E4M3=e4m3, HARDWARE=x.is_cuda, num_warps=8,
         )  # fmt: skip
         return results
-    if scaling == "tensor":
-        row_amax = column_amax = amax(x)
-    else:
-        bits = torch.zeros(num_rows + (num_groups + 1) * q.shape[1], dtype=torch.int32, device=x.device)
-        row_bits, column_bits = bits[:num_rows], bits[num_rows:]
-        launch(
-            grouped_amax_kernel, programs, x, tiles, row_bits, column_bits, x.shape[1], num_groups, x.stride(0), q.shape[1],
-            tiles_k, HARDWARE=x.is_cuda, num_warps=4,
-        )  # fmt: skip
-        row_amax, column_amax = row_bits.view(torch.float32), column_bits.view(torch.float32)
+    vector = scaling == "row"
+    sizes = (num_rows, (num_groups + 1) * q.shape[1]) if vector else (1, 0)
+    row_bits, column_bits = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device).split(sizes)
+    launch(
+        grouped_amax_kernel, programs, x, tiles, row_bits, column_bits, x.shape[1], num_groups, x.stride(0), q.shape[1],
+        tiles_k, VECTOR=vector, HARDWARE=x.is_cuda, num_warps=4,
+    )  # fmt: skip
+    row_amax, column_amax = row_bits.view(torch.float32), column_bits.view(torch.float32)
     launch(
         cast_grouped_with_amax_kernel, programs, x, tiles, row_amax, column_amax, codes, scale, codes_t, scale_t,
-        x.shape[1], num_groups, *strides, VECTOR=scaling == "row", E4M3=e4m3, POW2=pow2, HARDWARE=x.is_cuda, num_warps=4,
+        x.shape[1], num_groups, *strides, VECTOR=vector, E4M3=e4m3, POW2=pow2, HARDWARE=x.is_cuda, num_warps=4,
     )  # fmt: skip
     return results
