@@ -161,8 +161,8 @@ def test_a_name_in_a_configuration_or_a_run_folder_runs_nothing(command, name, a
         words = ["evil.toml"]
     else:
         evil = folder / "evil"
-        (evil / "checkpoints" / "step-2").mkdir(parents=True)
-        (evil / "checkpoints" / "step-2" / "MANIFEST.json").write_text("{}")
+        (evil / "checkpoints" / "step-00000002").mkdir(parents=True)
+        (evil / "checkpoints" / "step-00000002" / "MANIFEST.json").write_text("{}")
         (evil / "config.toml").write_text(text)
         words = {"generate": ["--prompt", "x"], "export": ["--out", str(folder / "out")], "report": []}[command]
         words = [str(evil), *words]
