@@ -49,6 +49,14 @@ def test_a_folders_blocks_are_counted_on_its_own_module(name: str) -> None:
     assert kept_bytes(shape, replace(again, recompute_share=0.5)) == pytest.approx(both)
 
 
+def test_a_folder_with_dropout_is_planned_as_without(name: str, tmp_path: Path) -> None:
+    (tmp_path / "noisy").mkdir()
+    (tmp_path / "noisy" / "config.json").write_text(json.dumps({**GEMMA, "attention_dropout": 0.1}))
+    noisy, setup = f"hf:{tmp_path / 'noisy'}", Setup(seq_len=1024, global_batch=1, stack="eager")
+    plain, found = (kept_bytes(of_folder(find_shape(folder), folder, {}), setup) for folder in (name, noisy))
+    assert found == plain
+
+
 COMPILED = {
     "none": (1, []),
     "selective": (1, ["--activations.checkpoint", "selective"]),

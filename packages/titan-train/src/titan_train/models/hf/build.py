@@ -19,7 +19,7 @@ from titan_train.models.hf.plans import hf_plans
 from titan_train.trust import refuse_foreign_code
 from titan_train.values import did_you_mean
 
-_DROPOUTS = (
+DROPOUTS = (
     "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop",
     "router_jitter_noise",
 )  # fmt: skip
@@ -185,7 +185,7 @@ def _check(name: str, config: Any, vocab_size: int | None, seq_len: int) -> None
 
 
 def _check_plan(name: str, config: Any, plan: HFPlan, seq_len: int) -> None:
-    found = {key: value for key in _DROPOUTS if (value := getattr(config, key, 0.0))}
+    found = {key: value for key in DROPOUTS if (value := getattr(config, key, 0.0))}
     if found:
         wanted = ", ".join(f"model.args.{key}=0.0" for key in found)
         raise ValueError(

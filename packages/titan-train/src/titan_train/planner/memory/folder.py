@@ -13,6 +13,8 @@ from typing import Any
 
 from titan_train.config import Config, load_config
 from titan_train.models.build import build_model
+from titan_train.models.hf.build import DROPOUTS
+from titan_train.models.hf.folder import read_published
 from titan_train.models.shape import ModelShape
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.structure import blocks_of
@@ -36,7 +38,9 @@ class FolderBlocks:
             name: ``hf:DIR``.
             args: ``model.args``, the changes of its configuration.
         """
-        self._name, self._args = name, args
+        published = read_published(name, key="MODEL")
+        # what dropout leaves is not in the account, and a family with a plan is refused with it when it is built to run
+        self._name, self._args = name, {**{field: 0.0 for field in DROPOUTS if published.get(field)}, **args}
         self._found: dict[tuple[str, int, int, bool], float] = {}
 
     def __call__(self, setup: Setup) -> float:
