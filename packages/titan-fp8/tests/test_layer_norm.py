@@ -108,6 +108,38 @@ def test_compiled_layers_give_the_same_bits(recipe: str) -> None:
     assert _equal(_run((compiled(*leaves),), leaves), _run((block(*leaves),), leaves))
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+@pytest.mark.parametrize("modulated", [False, True])
+def test_a_second_derivative_is_refused_rather_than_wrong(modulated: bool, recipe: str) -> None:
+    vector = (2, 1, 128) if modulated else (128,)
+    x, gain, w = _leaves((2, 5, 128), vector, (64, 128), dtype=torch.float32)
+    for y in (
+        titan_fp8.layer_norm(x, gain, gain, EPS),
+        *titan_fp8.layer_norm_linears(x, gain, gain, EPS, [w], recipe=recipe),
+    ):
+        (grad,) = torch.autograd.grad(y.square().sum(), gain, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"differentiable once|no autograd formula"):
+            torch.autograd.grad(grad.square().sum() + x.sum(), x)
+
+
+def test_a_second_derivative_of_a_rotation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from titan_fp8.kernels.triton import rotation
+
+    monkeypatch.setattr(rotation, "_launch", lambda x, *_, **__: (2 * x).detach())
+    x = torch.randn(1, 3, 2, 4, requires_grad=True)
+    angle = torch.zeros(1, 3, 1, 2)
+    (grad,) = torch.autograd.grad(titan_fp8.rotate(x, angle, angle).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(grad.square().sum() + x.sum(), x)
+
+
+def test_compiled_layer_norm_is_one_graph_with_the_same_bits() -> None:
+    leaves = _leaves((2, 5, 128), (2, 1, 128), (2, 1, 128))
+    compiled = torch.compile(titan_fp8.layer_norm, fullgraph=True, backend="aot_eager")
+    assert _equal(_run((compiled(*leaves, EPS),), leaves), _run((titan_fp8.layer_norm(*leaves, EPS),), leaves))
+
+
 @pytest.mark.parametrize("modulated", [False, True])
 def test_every_line_of_the_gpu_path_runs_on_fake_tensors(modulated: bool) -> None:
     from titan_fp8.layers.layer_norm import _layer_norm_backward

@@ -156,3 +156,24 @@ def test_block_cast_of_gaussian_values_keeps_its_signal(dtype, floor_db):
     error = reference.dequantize(*ops.cast_block(x, dtype), "block1x128").double() - x.double()
     sqnr_db = 10 * torch.log10(x.double().square().sum() / error.square().sum())
     assert sqnr_db >= floor_db  # 3 (2) mantissa bits: 31.5 (25.6) dB for a Gaussian
+
+
+def test_products_are_as_wide_inside_autocast():
+    a, b = (torch.randn(20, 128, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    ends = torch.tensor([5, 20], dtype=torch.int32)
+    operands = [part for x in (a, b) for part in reference.cast_row(x, torch.float8_e4m3fn, True)]
+    q, scale, qt, scale_t, padded = reference.cast_grouped(a, ends, torch.float8_e4m3fn, True, "block1x128")
+    weight, w_scale = reference.cast_weight_rows(torch.stack([b, b]), torch.float8_e4m3fn, True)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(
+                [
+                    reference.scaled_mm(*operands, "row", "row", torch.float32),
+                    reference.grouped_scaled_mm(
+                        q, scale, weight, w_scale, ends, "block1x128", "block128", torch.float32
+                    ),
+                    reference.grouped_scaled_mm_wgrad(qt, scale_t, qt, scale_t, padded, "block1x128", torch.float32),
+                ]
+            )
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8 import ops, reference
+from titan_fp8.differentiable import differentiable_once
 from titan_fp8.layers.functional import (
     Call,
     fused_call,
@@ -37,7 +38,7 @@ def layer_norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
         eps: Added to the variance.
 
     Returns:
-        ``[..., K]`` in ``x``'s dtype.
+        ``[..., K]`` in ``x``'s dtype. Differentiable once.
 
     Raises:
         ValueError: If the shapes do not fit.
@@ -167,6 +168,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         return *_layer_norm_backward(grads[0], *ctx.saved_tensors), None
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_fp8.reference.autocast import no_autocast
 from titan_fp8.reference.cast import cast_block, cast_mx, cast_row, cast_tensor
 from titan_fp8.reference.matmul import dequantize
 from titan_fp8.reference.results import pad_matrix, padded_tokens
@@ -104,9 +105,10 @@ def grouped_scaled_mm(
         return torch.where(inside[:, None], product, torch.zeros_like(product)).to(out_dtype)
     out = left.new_zeros(a.shape[0], b.shape[1])
     start = 0
-    for expert, end in enumerate(offs.tolist()):
-        out[start:end] = left[start:end] @ right[expert].t()
-        start = end
+    with no_autocast(a.device):
+        for expert, end in enumerate(offs.tolist()):
+            out[start:end] = left[start:end] @ right[expert].t()
+            start = end
     return out.to(out_dtype)
 
 
@@ -119,7 +121,8 @@ def grouped_scaled_mm_wgrad(
         return F.grouped_mm(left.bfloat16(), right.bfloat16().t(), offs=offs).to(out_dtype)
     out = left.new_zeros(offs.shape[0], a.shape[0], b.shape[0])
     start = 0
-    for expert, end in enumerate(offs.tolist()):
-        out[expert] = left[:, start:end] @ right[:, start:end].t()
-        start = end
+    with no_autocast(a.device):
+        for expert, end in enumerate(offs.tolist()):
+            out[expert] = left[:, start:end] @ right[:, start:end].t()
+            start = end
     return out.to(out_dtype)

@@ -8,6 +8,8 @@ narrower (about 14 bits, promoted to float32 every 128 terms unless fast accumul
 import torch
 from torch import Tensor
 
+from titan_fp8.reference.autocast import no_autocast
+
 
 def dequantize(q: Tensor, scale: Tensor, scaling: str) -> Tensor:
     """The float32 values of a float8 operand.
@@ -44,7 +46,8 @@ def scaled_mm(
 ) -> Tensor:
     """``a[M, K] · b[N, K]ᵀ`` (+ ``bias[N]``) in float32, rounded once to ``out_dtype``. ``fast_accum`` changes nothing."""
     del fast_accum
-    product = dequantize(a, scale_a, scaling_a) @ dequantize(b, scale_b, scaling_b).t()
+    with no_autocast(a.device):
+        product = dequantize(a, scale_a, scaling_a) @ dequantize(b, scale_b, scaling_b).t()
     if bias is not None:
         product = product + bias.float()
     return product.to(out_dtype)

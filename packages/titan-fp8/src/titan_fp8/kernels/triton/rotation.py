@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_fp8.differentiable import differentiable_once
 from titan_fp8.kernels.triton.launch import launch
 
 _PAIRS = 1024  # of a program: 8 values a thread of 4 warps in each half
@@ -90,7 +91,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool = False) -> 
         neighbours: Channels ``2 i`` and ``2 i + 1`` are a pair, not ``i`` and ``i + D / 2``.
 
     Returns:
-        Same shape and dtype as ``x``; differentiable in ``x``.
+        Same shape and dtype as ``x``; differentiable in ``x``, once.
     """
     return cast(Tensor, _Rotation.apply(x, cos, sin, neighbours))
 
@@ -104,6 +105,7 @@ class _Rotation(torch.autograd.Function):
         return _launch(x, cos, sin, neighbours, inverse=False)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         return _launch(grads[0], *ctx.saved_tensors, ctx.neighbours, inverse=True), None, None, None
 
