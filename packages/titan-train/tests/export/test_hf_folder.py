@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ import torch
 from exported_runs import trained
 from titan_train.cli import main
 from titan_train.export import job as export_module
+from titan_train.export.hf_folder import generation_config
 from titan_train.export.run import export_run
-from titan_train.generation import Sampling, load_run
+from titan_train.generation import LoadedRun, Sampling, load_run
 from titan_train.models.llama import LLAMA_FAMILY
 from titan_train.models.registry import families
 from titan_train.serve.folder import load_served
+from titan_train.tokenizers import ChatTemplate
+from titan_train.tokenizers.chat_template import BUILT_IN
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -72,6 +76,18 @@ def test_transformers_computes_what_the_run_computes(name: str, folder: Path, tm
             for x in (load_run(run_dir), load_served(tmp_path / "model"))
         ]
         assert texts[0] == texts[1]
+
+
+def test_the_token_that_ends_an_answer_is_exported(loaded_run: Callable[..., LoadedRun]) -> None:
+    run = loaded_run("gpt_debug")
+    bos, eos, pad = run.tokenizer.bos_id, run.tokenizer.eos_id, run.tokenizer.pad_id
+    ids = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+    for source in (BUILT_IN["plain"], BUILT_IN["chatml"]):
+        found = generation_config(dataclasses.replace(run, template=ChatTemplate.of(run.tokenizer, source)))
+        assert found == {"_from_model_config": True, **ids}
+    template = ChatTemplate.of(run.tokenizer, BUILT_IN["chatml"].replace("<|im_end|>", "<pad>"))
+    found = generation_config(dataclasses.replace(run, template=template))
+    assert found == {**ids, "eos_token_id": [eos, pad]}
 
 
 @pytest.mark.parametrize("name", sorted(name for name, family in families().items() if family.hf))

@@ -2,8 +2,14 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from titan_train import generation
+from titan_train.cli import main
 from titan_train.generation import (
     LoadedRun,
     Sampling,
@@ -13,6 +19,10 @@ from titan_train.generation import (
     generate,
     stream_text,
 )
+from titan_train.tokenizers import ChatTemplate
+from titan_train.tokenizers.chat_template import BUILT_IN
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +69,51 @@ def test_a_conversation_is_written_by_the_template(run: LoadedRun) -> None:
         encode_chat(bare, [{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="a stop word is empty"):
         StopWords(["a", ""])
+
+
+class Says(nn.Module):
+    """Stands where a model does, and always gives the same tokens."""
+
+    def __init__(self, ids: list[int]) -> None:
+        super().__init__()
+        self.ids = ids
+        self.place = nn.Parameter(torch.empty(0))
+
+    def new_decoder(self) -> Callable[[nn.Module, Tensor, Tensor, int], Tensor]:
+        return lambda _model, _tokens, _lengths, step: one_hot(torch.tensor([self.ids[step]]), 259).float()
+
+
+def said(run: LoadedRun, **options: Any) -> tuple[str, str]:
+    pieces = list(stream_text(run, [[1]], max_new_tokens=20, sampling=Sampling(), **options))
+    return "".join(piece.text for piece in pieces), pieces[-1].finish
+
+
+def test_an_answer_ends_where_the_template_ends_it_and_a_text_does_not(run: LoadedRun) -> None:
+    tokenizer = run.tokenizer
+    by_text = ChatTemplate.of(tokenizer, BUILT_IN["chatml"])
+    by_token = ChatTemplate.of(tokenizer, BUILT_IN["chatml"].replace("<|im_end|>", "<pad>"))
+    texts = [*b"yes<|im_end|>\nand more ..."]
+    tokens = [*b"yes", tokenizer.pad_id, *b"\nand more words ..."]
+    for ids, template in ((texts, by_text), (tokens, by_token)):
+        chatting = replace(run, model=Says(ids), template=template)
+        assert said(chatting, chat=True) == ("yes", "stop")
+        assert said(chatting)[1] == "length"
+    assert said(replace(run, model=Says(texts), template=None), chat=True, stop=["es"]) == ("y", "stop")
+    assert said(replace(run, model=Says(texts), stop_ids=(ord("<"),))) == ("yes", "stop")
+
+
+def test_a_message_is_answered_up_to_the_end_of_the_turn(
+    run: LoadedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chatting = replace(
+        run, model=Says([*b"yes<|im_end|>\nand"]), template=ChatTemplate.of(run.tokenizer, BUILT_IN["chatml"])
+    )
+    monkeypatch.setattr(generation, "load_run", lambda *_, **__: chatting, raising=False)
+    command = ["generate", str(tmp_path), "--prompt", "hi", "--max-new-tokens", "16", "--temperature", "0"]
+    assert main([*command, "--chat"]) == 0
+    assert capsys.readouterr().out == "yes\n"
+    assert main(command) == 0
+    assert capsys.readouterr().out == "hiyes<|im_end|>\nan\n"
 
 
 @pytest.mark.slow

@@ -1,14 +1,17 @@
 """The endpoint over loopback, by a plain HTTP client: OpenAI's shapes, streams, errors."""
 
+import asyncio
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from titan_train.generation import LoadedRun, Sampling, encode_chat, encode_prompt, stream_text
+from titan_train.tokenizers import ChatTemplate
 
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
@@ -97,6 +100,29 @@ def test_a_chat_streams_what_it_answers_at_once(client: Any, run: LoadedRun) -> 
     assert (
         client.post("/v1/chat/completions", json=body | {"messages": parts}).json()["choices"][0]["message"] == message
     )
+
+
+def test_a_chat_ends_where_the_template_ends_an_answer_and_a_completion_goes_on(run: LoadedRun) -> None:
+    from titan_train.serve.app import build_app
+
+    said = stream_text(run, [encode_prompt(run, "x")], max_new_tokens=40, sampling=Sampling())
+    text = "".join(piece.text for piece in said)
+    word = text[8:10]
+    # the answer is empty, so that the model continues the same text
+    template = ChatTemplate.of(
+        run.tokenizer,
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + word + "{% endif %}{% endfor %}",
+    )
+    transport = httpx.ASGITransport(app=build_app(replace(run, template=template), "tiny"))
+
+    async def ask(path: str, body: Any) -> Any:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return (await client.post(path, json=body | {"max_tokens": 40, "temperature": 0})).json()["choices"][0]
+
+    chat = asyncio.run(ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}))
+    assert chat["message"]["content"] == text.split(word)[0]
+    assert chat["finish_reason"] == "stop"
+    assert asyncio.run(ask("/v1/completions", {"prompt": "x"}))["text"] == text
 
 
 def test_an_answer_that_nobody_limited_ends_where_the_model_ends(client: Any) -> None:

@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 from titan_train.tokenizers import ByteTokenizer, ChatTemplate
-from titan_train.tokenizers.chat_template import BUILT_IN
+from titan_train.tokenizers.chat_template import BUILT_IN, answer_stops
 
 CHATML = BUILT_IN["chatml"]
 UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -101,6 +101,32 @@ def test_a_built_in_template_serves_a_tokenizer_without_one():
     assert template is not None
     assert template.render(TALK[1:2], add_generation_prompt=True) == "User: Hi\nthere é\nAssistant: "
     assert answers(template, TALK)[0] == ["Hello 👋<eos>", "2<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (UNMARKED, "<|im_end|>"),
+        (FORGETS, "<|im_end|>"),
+        (BUILT_IN["plain"], "</s>"),
+        (LLAMA2, "</s>"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}", ""),
+        ("{% for m in messages %}{{ raise_exception('a system turn is missing') }}{% endfor %}", ""),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", ""),
+    ],
+)
+def test_what_ends_an_answer_is_what_the_template_writes_behind_it(source, end):
+    assert ChatTemplate(source, VARIABLES).answer_end() == end
+
+
+def test_an_answer_ends_at_a_special_token_or_at_text():
+    tokenizer = ByteTokenizer()
+    assert answer_stops(tokenizer, ChatTemplate.of(tokenizer, CHATML)) == ((), ("<|im_end|>",))
+    assert answer_stops(tokenizer, ChatTemplate.of(tokenizer, BUILT_IN["plain"])) == ((tokenizer.eos_id,), ())
+    padded = ChatTemplate.of(tokenizer, LLAMA2.replace("+ eos_token", "+ ' ' + pad_token + eos_token"))
+    assert answer_stops(tokenizer, padded) == ((tokenizer.pad_id,), ())
+    assert answer_stops(tokenizer, None) == ((), ())
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

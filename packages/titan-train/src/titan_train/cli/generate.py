@@ -251,6 +251,7 @@ def _write(
     pieces = stream_text(
         run,
         prompts,
+        chat=arguments.chat,
         max_new_tokens=arguments.max_new_tokens,
         sampling=sampling,
         seeds=range(arguments.seed, arguments.seed + len(prompts)),

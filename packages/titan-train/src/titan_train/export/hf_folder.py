@@ -1,7 +1,7 @@
 """A run's model as a Hugging Face folder that loads without code of ours.
 
     config.json              in the spellings of transformers 4 and 5
-    generation_config.json   ids that begin and end a text
+    generation_config.json   ids that begin and end a text, and an answer of a chat
     model*.safetensors       in files of 5 GB with an index, streamed from the checkpoint: never the whole model in memory
     tokenizer.json, ...      where the tokenizer can be expressed; else only tokenizer.model
     preprocessor_config.json of a vision-language model: how images become patches
@@ -28,6 +28,7 @@ from titan_train.models.family import Family
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.tasks.vision.processor import processor_files
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
+from titan_train.tokenizers.chat_template import answer_stops
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
 
 ExportDtype = Literal["fp32", "bf16", "fp16", "float8"]
@@ -68,8 +69,7 @@ def write_hf(
     )
     if group is not None and group.rank() > 0:
         return
-    ids = _token_ids(run.tokenizer)
-    write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+    write_json(folder / "generation_config.json", generation_config(run))
     write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template)
     if isinstance(args, EncoderArgs):
         for name, content in processor_files(run.tokenizer, args, run.config.vision).items():
@@ -93,6 +93,13 @@ def hf_config(run: LoadedRun, family: Family, dtype: ExportDtype) -> dict[str, A
         "use_cache": True,
         **_token_ids(run.tokenizer),
     }
+
+
+def generation_config(run: LoadedRun) -> dict[str, Any]:
+    """The content of ``generation_config.json``."""
+    ids, eos = _token_ids(run.tokenizer), run.tokenizer.eos_id
+    ends = [token for token in answer_stops(run.tokenizer, run.template)[0] if token != eos]
+    return {**ids, "eos_token_id": [eos, *ends]} if ends else {"_from_model_config": True, **ids}
 
 
 def _is_tied(model: nn.Module) -> bool:

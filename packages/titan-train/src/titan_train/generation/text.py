@@ -15,6 +15,7 @@ from titan_train.config import Config
 from titan_train.generation.decode import stream
 from titan_train.generation.sampling import Sampling
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, IncrementalDecoder, Tokenizer
+from titan_train.tokenizers.chat_template import answer_stops
 
 Finish = Literal["", "stop", "length"]
 _DEFAULT = Sampling(temperature=0.8, top_p=0.95)
@@ -32,6 +33,8 @@ class LoadedRun:
     """The checkpoint's step."""
     template: ChatTemplate | None = None
     """Writes conversations; None if the run has no chat template."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end a text besides the tokenizer's end-of-text token."""
 
     def stream(
         self, prompt: str, *, max_new_tokens: int = 200, sampling: Sampling = _DEFAULT, seed: int = 0
@@ -101,15 +104,21 @@ class StopWords:
 
 
 def stream_text(
-    run: LoadedRun, prompts: Sequence[Sequence[int]], *, stop: Collection[str] = (), **options: Any
+    run: LoadedRun,
+    prompts: Sequence[Sequence[int]],
+    *,
+    chat: bool = False,
+    stop: Collection[str] = (),
+    **options: Any,
 ) -> Iterator[TextPiece]:
     """Continue every prompt, yielding text as tokens are chosen.
 
     Args:
         run: A loaded run.
         prompts: Token ids of each row, see `encode_prompt` and `encode_chat`.
+        chat: The prompts are conversations: a row also ends at what the run's template writes behind an answer.
         stop: Words that end a row; they are not part of its text.
-        options: Fields of `titan_train.generation.Decoding`; the run's tokenizer gives ``stop_ids`` and ``vocab_size``.
+        options: Fields of `titan_train.generation.Decoding`; the run gives ``stop_ids`` and ``vocab_size``.
 
     Yields:
         Pieces of the rows, in order for each row. The last of a row has a ``finish``.
@@ -118,8 +127,10 @@ def stream_text(
         ValueError: As `titan_train.generation.stream`; an empty stop word.
     """
     tokenizer = run.tokenizer
-    steps = stream(run.model, prompts, stop_ids=[tokenizer.eos_id], vocab_size=tokenizer.vocab_size, **options)
-    return _pieces(tokenizer, steps, [StopWords(stop) for _ in prompts], options["max_new_tokens"])
+    ids, words = answer_stops(tokenizer, run.template if chat else None)
+    stop_ids = {tokenizer.eos_id, *run.stop_ids, *ids}
+    steps = stream(run.model, prompts, stop_ids=stop_ids, vocab_size=tokenizer.vocab_size, **options)
+    return _pieces(tokenizer, steps, [StopWords([*stop, *words]) for _ in prompts], options["max_new_tokens"])
 
 
 def encode_prompt(run: LoadedRun, prompt: str) -> list[int]:

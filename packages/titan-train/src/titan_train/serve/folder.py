@@ -5,6 +5,7 @@ continued by itself, with caches of its own, so that no row is padded.
 """
 
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from titan_train.config.published import published_tokenizer
 from titan_train.export.hf_model import HfModel
 from titan_train.export.load import load_exported, target_of, using
 from titan_train.export.step_model import SteppedModel
+from titan_train.files import read_text
 from titan_train.generation import LoadedRun, load_run
 from titan_train.tokenizers import ChatTemplate, load_tokenizer
 
@@ -56,11 +58,22 @@ def load_served(
     if not found:
         raise ValueError(f"{folder} has no tokenizer that can be read. Copy tokenizer.json into it.")
     with using(folder):
+        stop_ids = stop_ids_of(folder)
         tokenizer = load_tokenizer(found["path"])
         model = _of_transformers(exported) if isinstance(exported, HfModel) else _of_steps(exported)
     config = parse_config({"run": {"name": folder.resolve().name}, "model": {"seq_len": model.max_seq_len or 2048}})
     written = getattr(exported, "description", {}).get("step", 0)
-    return LoadedRun(config, model.eval(), tokenizer, written, ChatTemplate.of(tokenizer, ""))
+    return LoadedRun(config, model.eval(), tokenizer, written, ChatTemplate.of(tokenizer, ""), stop_ids)
+
+
+def stop_ids_of(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text, as a folder of the hub says: often several, such as one that ends a turn of a conversation."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        found: Any = json.loads(read_text(file)).get("eos_token_id") if file.is_file() else None
+        if found is not None:
+            return tuple(int(token) for token in (found if isinstance(found, list) else [found]))
+    return ()
 
 
 class ServedModel(nn.Module):

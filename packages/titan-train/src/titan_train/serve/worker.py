@@ -75,8 +75,8 @@ class Worker:
                 if left.is_set():
                     return
                 stream = stream_text(
-                    self.run, prompts, max_new_tokens=ask.max_new_tokens or most, sampling=ask.sampling, stop=ask.stop,
-                    seeds=seeds_of(ask, prompts), compiled=self._compiled,
+                    self.run, prompts, chat=bool(ask.messages), stop=ask.stop, max_new_tokens=ask.max_new_tokens or most,
+                    sampling=ask.sampling, seeds=seeds_of(ask, prompts), compiled=self._compiled,
                 )  # fmt: skip
                 for piece in stream:
                     if left.is_set():

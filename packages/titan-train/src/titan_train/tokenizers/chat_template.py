@@ -39,6 +39,8 @@ BUILT_IN = {
 # Characters that Unicode reserves for use inside a program: they stand around what the assistant wrote.
 _START, _END = "\ufdd0", "\ufdd1"
 
+_ANSWER = "What is behind this text ends it"
+
 Message = Mapping[str, Any]
 """One turn: ``role``, ``content``, and what else the template reads."""
 
@@ -134,6 +136,16 @@ class ChatTemplate:
             spans.append((len(before), self._answer_end(after, len(before))))
         return RenderedChat(whole, tuple(spans))
 
+    def answer_end(self) -> str:
+        """What the template writes behind an answer and is learned with it, such as ``<|im_end|>``; empty if that is unknown."""
+        try:
+            rendered = self.render_spans([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _ANSWER}])
+        except ValueError:  # it rewrites turns, or needs others
+            return ""
+        start, end = rendered.spans[-1] if rendered.spans else (0, 0)
+        _, found, behind = rendered.text[start:end].rpartition(_ANSWER)
+        return behind.rstrip() if found else ""
+
     def _answer_end(self, text: str, start: int) -> int:
         """Where an answer ends: behind its last special token, if only white space follows."""
         end = len(text.rstrip())
@@ -177,6 +189,15 @@ def _text_alone(number: int, message: Message) -> Message:
             "tokenizer.chat_template to a Jinja file that does"
         )
     return {**message, "content": "".join(texts)}
+
+
+def answer_stops(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """What ends an answer besides the end-of-text token: ids of special tokens, and words, as `ChatTemplate.answer_end` says."""
+    end = "" if template is None else template.answer_end()
+    names = [name for name in tokenizer.special_ids if name and end.lstrip().startswith(name)]
+    if names:
+        return (tokenizer.special_ids[max(names, key=len)],), ()
+    return (), (end,) if end else ()
 
 
 def special_variables(tokenizer: Tokenizer) -> dict[str, str]:
