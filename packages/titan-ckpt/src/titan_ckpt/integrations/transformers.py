@@ -47,8 +47,11 @@ class TitanTrainer(Trainer):
             checkpointer.save(self.state.global_step, state)
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
-            exported = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
-            self.state.stateful_callbacks |= TrainerState(stateful_callbacks=exported).stateful_callbacks
+            exported: Any = [
+                c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)
+            ]
+            states: Any = self.state.stateful_callbacks
+            states.update(TrainerState(stateful_callbacks=exported).stateful_callbacks)
             self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

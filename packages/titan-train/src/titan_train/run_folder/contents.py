@@ -90,7 +90,8 @@ def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
         OSError: The disk does not answer.
     """
     root = run_dir / "checkpoints"
-    return {step: root / path.name for step, path in step_folders(root) if (path / "MANIFEST.json").is_file()}
+    folders = {step: root / path.name for step, path in step_folders(root)}
+    return {step: folder for step, folder in folders.items() if (folder / "MANIFEST.json").is_file()}
 
 
 def sync_run_folder(run_dir: Path) -> None:
