@@ -115,6 +115,19 @@ def test_rows_of_no_expert_may_hold_anything(recipe: str) -> None:
     assert all(torch.equal(a[:14], b[:14]) for a, b in zip(got, want, strict=True))
 
 
+def test_weight_gradients_in_high_precision_take_transposed_rows() -> None:
+    x, w, offs, g = (t.float() if t.is_floating_point() else t for t in draw([5, 8]))
+    for columns in (K, 64):  # with padding, and without
+        rows, weight = x[:, :columns].contiguous(), w[:, :columns].contiguous()
+        want = run(lambda x, w: titan_fp8.grouped_mm(x, w, offs, "rowwise_gw_hp"), rows, weight, g)
+        stored, leaf = rows.t().contiguous().requires_grad_(), weight.clone().requires_grad_()
+        y = titan_fp8.grouped_mm(stored.t(), leaf, offs, "rowwise_gw_hp")
+        y.backward(g.t().contiguous().t())
+        assert torch.equal(y, want[0])
+        assert torch.equal(stored.grad.t(), want[1])
+        assert torch.allclose(leaf.grad, want[2], atol=1e-5)
+
+
 class NoHostReads(TorchDispatchMode):
     """Fails on any operation that hands a value of a tensor to Python, or has a shape that depends on one."""
 

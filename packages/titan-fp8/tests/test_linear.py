@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from titan_fp8 import Float8Linear
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -260,6 +261,37 @@ def test_master_weights_autocast_and_frozen_weights_keep_their_dtypes() -> None:
     assert x.grad is not None
     with torch.inference_mode():
         assert layer(x).shape == (16, 48)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    ],
+    ids=["weight_norm", "spectral_norm", "parametrized_weight_norm", "parametrized_spectral_norm", "prune"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weights_may_be_computed_from_other_parameters(change: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 48)
+    layer = Float8Linear(64, 48)
+    layer.load_state_dict(plain.state_dict())
+    for module in (plain, layer):
+        torch.manual_seed(1)
+        change(module)
+    assert list(layer.state_dict()) == list(plain.state_dict())
+    layer.load_state_dict(plain.state_dict())
+    x = torch.randn(32, 64)
+    with titan_fp8.ConstantWeights(layer):
+        for _ in range(2):
+            for module in (plain, layer):
+                module(x).sum().backward()
+    for (name, got), (_, want) in zip(layer.named_parameters(), plain.named_parameters(), strict=True):
+        assert sqnr(got.grad, want.grad) > 20, name
 
 
 def test_non_finite_values_stay_visible() -> None:

@@ -177,6 +177,21 @@ def test_recipes_whose_scales_span_ranks_and_odd_lengths_are_refused() -> None:
     run_ranks(refusals, 1)
 
 
+def copied_layer() -> bool:
+    layer = titan_fp8.Float8Linear(32, 16, recipe="tensorwise")
+    layer.amax_group = dist.group.WORLD
+    averaged = torch.optim.swa_utils.AveragedModel(nn.Sequential(layer))
+    copied = averaged.module[0]
+    x = torch.randn(4, 32)
+    assert torch.equal(copied(x), layer(x))
+    assert copied.weight is not layer.weight
+    return copied.amax_group is dist.group.WORLD
+
+
+def test_a_copy_is_of_the_same_ranks() -> None:
+    assert all(run_ranks(copied_layer, 1))
+
+
 def refusals() -> None:
     x, w, *_ = tensors()
     with pytest.raises(ValueError, match="cannot be gathered in float8"):

@@ -231,8 +231,8 @@ def _weight_gradient(
 def _weight_gradient_hp(x: Tensor, g: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
     rows, columns = x.shape[1], g.shape[1]
     # grouped_mm takes rows of a multiple of 16 bytes.
-    x = F.pad(x.to(g.dtype), (0, round_up(rows, 16) - rows))
-    g = F.pad(g, (0, round_up(columns, 16) - columns))
+    x = F.pad(x.to(g.dtype), (0, round_up(rows, 16) - rows)).contiguous()
+    g = F.pad(g, (0, round_up(columns, 16) - columns)).contiguous()
     return F.grouped_mm(x.t(), g, offs=offs)[:, :rows, :columns].to(dtype)
 
 

@@ -1,5 +1,6 @@
 """`Float8Linear`: an ``nn.Linear`` whose products are float8."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -98,17 +99,25 @@ class Float8Linear(nn.Linear):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Linear":
+        """A copy of its own, of the same ranks: a process group cannot be copied."""
+        memo[id(self.amax_group)] = self.amax_group
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 assigns the parameter whenever it gathers or frees it. A kept cast is of another weight then.
         if name == "weight" and "weight_cache" in self.__dict__:
             self.weight_cache.clear()
-            if isinstance(self.weight, GatheredWeight):
-                self.weight.forget_transpose()
+            held = getattr(self, "weight", None)  # pruning and norms of weights take it away for a while
+            if isinstance(held, GatheredWeight):
+                held.forget_transpose()
         super().__setattr__(name, value)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
+        if not keep_vars and prefix + "weight" in destination:
             destination[prefix + "weight"] = plain_weight(destination[prefix + "weight"])
 
     def _load_from_state_dict(
