@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,6 +113,19 @@ def test_set_plan_reaches_every_module_and_a_call_may_bring_its_own():
     for out, causal in ((model.layers[1].inner(q, k, k), True), (model.layers[1].inner(q, k, k, plan=full), False)):
         want, _ = reference_attention(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), causal=causal)
         assert_close(out, want.transpose(1, 2).float(), atol=5e-6)
+
+
+def copied_module():
+    p = plan(8, size=1, rank=0, num_heads=4, num_kv_heads=2)
+    module = nn.Sequential(CPAttention(p, group=dist.group.WORLD, scale=0.5))
+    (copied,) = copy.deepcopy(module)
+    q, k = torch.randn(1, 4, 8, 8), torch.randn(1, 2, 8, 8)
+    assert torch.equal(copied(q, k, k), module[0](q, k, k))
+    return copied is not module[0] and copied.group is dist.group.WORLD
+
+
+def test_a_copy_is_of_the_same_ranks():
+    assert all(run_ranks(copied_module, 1))
 
 
 def test_the_module_has_no_state():

@@ -5,8 +5,9 @@ A model's attention inner, the part that takes ``(q, k, v)`` and has no weights,
 parts of one) can follow different plans.
 """
 
+import copy
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -90,6 +91,14 @@ class CPAttention(nn.Module):
             backend=self.backend,
         )
         return out.transpose(1, 2) if swap else out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CPAttention":
+        """A copy of its own, of the same ranks: a process group cannot be copied."""
+        for group in (self.group, self.ring_group, self.ulysses_group):
+            memo[id(group)] = group
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def extra_repr(self) -> str:
         """The method and layout followed, for ``print(model)``."""
