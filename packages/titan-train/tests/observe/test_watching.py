@@ -2,9 +2,10 @@
 
 import io
 import json
+import os
 import socket
 import threading
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import pytest
 from rich.console import Console
@@ -80,6 +81,19 @@ def test_goodput_names_what_took_the_rest(run_dir, step_record):
     assert goodput.share == pytest.approx(8 * step_s / 100)
     assert "1 restart (rank 1 was killed)" in goodput_line(goodput)
     assert find_goodput(history, []) is None
+
+
+def test_a_killed_run_ended_when_it_last_wrote(run_dir, capsys):
+    info = json.loads((run_dir / "run.json").read_text())
+    started = datetime.now().astimezone() - timedelta(days=3)
+    info["attempts"][-1]["started"] = started.isoformat()
+    (run_dir / "run.json").write_text(json.dumps(info))
+    for name in ("run.json", "metrics.jsonl"):
+        os.utime(run_dir / name, times=(started.timestamp() + 600,) * 2)
+    assert main(["watch", str(run_dir), "--once"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("run killed; goodput ")
+    assert " of 10:00:" in last
 
 
 def test_the_panel_shows_where_the_run_is(run_dir):

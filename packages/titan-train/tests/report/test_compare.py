@@ -21,6 +21,24 @@ def test_the_page_holds_every_run_and_the_settings_that_differ(make_run, tmp_pat
     assert re.search(r"^Steps +40 +30 +20$", text, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "unit"),
+    [
+        (("text", "text"), "nats per token"),
+        (("diffusion", "diffusion"), "mean per element"),
+        (("text", "diffusion"), "nats per token, mean per element"),
+    ],
+)
+def test_losses_have_the_unit_of_their_task(make_run, tmp_path, tasks, unit):
+    runs = [make_run(20, name=f"run{i}") for i in range(2)]
+    for run, task in zip(runs, tasks, strict=True):
+        config = run / "config.toml"
+        config.write_text(config.read_text() + f"[model]\ntask = '{task}'\n")
+    compare_runs(runs, tmp_path / "page.html")
+    shown = re.findall(r"<h2>\w+ loss <small>([^<]*)</small>", (tmp_path / "page.html").read_text())
+    assert shown == [unit, unit]
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(make_run, tmp_path):
     first = make_run(10)
     (tmp_path / "other").mkdir()

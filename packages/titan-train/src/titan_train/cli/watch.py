@@ -39,7 +39,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
 def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
     from titan_train.observe import read_history, read_run_info
     from titan_train.observe.terminal import resolve_mode
-    from titan_train.observe.watching import Follower, find_goodput, goodput_line, panel
+    from titan_train.observe.watching import Follower, find_goodput, goodput_line, last_written, panel
     from titan_train.report.folder import attempts_of
     from titan_train.run_folder import run_status
 
@@ -49,8 +49,9 @@ def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
 
     def state() -> tuple[str, Any]:
         attempts = attempts_of(read_run_info(run_dir))
-        goodput = find_goodput(read_history(run_dir), attempts) if attempts else None
-        return run_status(run_dir, attempts), goodput
+        status = run_status(run_dir, attempts)
+        ended = None if status == "running" else last_written(run_dir)
+        return status, find_goodput(read_history(run_dir), attempts, ended) if attempts else None
 
     if not drawn:
         while True:

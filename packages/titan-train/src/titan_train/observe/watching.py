@@ -5,6 +5,7 @@ restart made again counts its last time). Beside it stand waiting for checkpoint
 starting up, validating, steps that were lost.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from titan_train.files import parse_json
+from titan_train.observe import run_info
 from titan_train.observe.format import short_count, short_duration, short_gib, short_loss
 from titan_train.observe.history import History
 from titan_train.observe.log import FILE_NAME, PERIODIC_EVENTS
@@ -117,15 +119,14 @@ def find_goodput(
     Args:
         history: From `read_history`.
         attempts: Of `run.json`.
-        now: The end of an attempt that goes on; default the present.
+        now: The end of the last attempt, where `run.json` does not know it; default the present.
     """
     times = [(_time(a.get("started")), _time(a.get("ended"))) for a in attempts]
     started = [start for start, _ in times if start is not None]
     if not started:
         return None
-    end = times[-1][1] or now or datetime.now(UTC)
-    if attempts[-1].get("status") == "killed":  # it could not say when: at the last it wrote
-        end = times[-1][1] or started[-1]
+    killed = attempts[-1].get("status") == "killed"  # it could not say when
+    end = times[-1][1] or now or (started[-1] if killed else datetime.now(UTC))
     known = [
         (s, n) for s, n in zip(history.curves["step_time_s"].mean, history.counts, strict=True) if math.isfinite(s)
     ]
@@ -145,6 +146,15 @@ def find_goodput(
         between_s=math.fsum(max(0.0, s) for s in between),
         restarts=tuple(str(a.get("error") or a.get("status")) for a in attempts[:-1]),
     )
+
+
+def last_written(run_dir: Path) -> datetime | None:
+    """When a run last wrote into its folder: the end of one that was killed; None if nothing of it is there."""
+    times: list[float] = []
+    for name in (FILE_NAME, run_info.FILE_NAME):
+        with contextlib.suppress(OSError):
+            times.append((run_dir / name).stat().st_mtime)
+    return datetime.fromtimestamp(max(times), UTC) if times else None
 
 
 def _time(text: object) -> datetime | None:

@@ -10,7 +10,7 @@ from titan_train.observe import ValidationRecord
 from titan_train.report.changes import branched_from, values_over_run
 from titan_train.report.chart import Chart, Series, build_chart
 from titan_train.report.folder import RunFolder, read_folder
-from titan_train.report.page import CURVES, line_of, render, settings_text
+from titan_train.report.page import CURVES, line_of, loss_unit, render, settings_text
 from titan_train.report.summary import headlines, setting
 from titan_train.report.timeline import aligned
 
@@ -104,9 +104,10 @@ def _charts(folders: Sequence[RunFolder], names: Sequence[str]) -> list[Chart]:
             for i, (name, f) in enumerate(zip(names, folders, strict=True))
         ]
 
+    losses = ", ".join(dict.fromkeys(loss_unit(folder.config) for folder in folders))
     wanted = (
-        build_chart("Training loss", "nats per token", steps("loss")),
-        build_chart("Validation loss", "nats per token", validations(lambda r: r.loss)),
+        build_chart("Training loss", losses, steps("loss")),
+        build_chart("Validation loss", losses, validations(lambda r: r.loss)),
         build_chart("Bits per byte", "on the validation text", validations(lambda r: r.bits_per_byte)),
         *(build_chart(title, unit, steps(*line), zero=True) for title, unit, line in CURVES),
         build_chart("Peak memory", "GiB per rank", steps("peak_mem_gib", smoothed=False), zero=True),

@@ -171,7 +171,7 @@ def last_step(history: History) -> int:
     return max([*history.steps[-1:], *(record.step for record in history.validations[-1:])], default=0)
 
 
-def _loss_unit(config: dict[str, Any]) -> str:
+def loss_unit(config: dict[str, Any]) -> str:
     """The unit of the loss: nats for text; for other tasks only that it is a mean."""
     model: dict[str, Any] = config.get("model", {})
     known = next((family for family in families().values() if model.get("name") in family.configs), None)
@@ -191,7 +191,7 @@ def _loss_views(folder: RunFolder) -> list[LossView]:
     every_step = [step for s in series for step in s.x]
     views: list[LossView] = []
     for key, label in (("linear", "steps"), ("log", "log steps")):
-        chart = build_chart("Loss", _loss_unit(folder.config), series, log_x=key == "log")
+        chart = build_chart("Loss", loss_unit(folder.config), series, log_x=key == "log")
         if chart is not None and (key == "linear" or max(every_step) >= 20):
             marks = _marks(_notable(folder.history.events), step_scale(every_step, key == "log"))
             views.append(LossView(key, label, chart, marks))
