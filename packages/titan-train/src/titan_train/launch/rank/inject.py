@@ -121,7 +121,7 @@ def corrupt_newest_checkpoint(run_dir: Path) -> Path | None:
     folders = checkpoint_folders(run_dir)
     if not folders:
         return None
-    file = max((f for f in folders[max(folders)].rglob("*.safetensors")), key=lambda f: f.stat().st_size)
+    file = max((f for f in folders[next(reversed(folders))].rglob("*.safetensors")), key=lambda f: f.stat().st_size)
     with file.open("r+b") as damaged:
         middle = file.stat().st_size // 2
         damaged.seek(middle)
