@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from titan_train.generation import LoadedRun, Sampling, encode_chat, encode_prompt, stream_text
+from titan_train.generation import LoadedRun, Sampling, TextPiece, encode_chat, encode_prompt, stream_text
+from titan_train.serve import worker
 from titan_train.tokenizers import ChatTemplate
 
 pytest.importorskip("starlette")
@@ -149,6 +150,25 @@ def test_a_client_that_leaves_frees_the_model(client: Any) -> None:
     whole_answer = client.post("/v1/completions", json=body | {"stream": False})
     assert whole_answer.json()["usage"]["completion_tokens"] > 0
     assert time.monotonic() - start < 60
+
+
+def test_a_client_that_leaves_before_a_whole_answer_frees_the_model(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def slow(*_: Any, **__: Any) -> Iterator[TextPiece]:
+        for number in range(1, 151):
+            time.sleep(0.02)
+            made.append(number)
+            yield TextPiece(0, "x", "length" if number == 150 else "", number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "stream_text", slow)
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json={"prompt": "x"}, timeout=0.2)
+    assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert 0 < len(made) < 100
 
 
 @pytest.mark.parametrize(

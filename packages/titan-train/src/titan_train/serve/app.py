@@ -27,6 +27,8 @@ from titan_train.serve.worker import Worker
 from titan_train.trust.published import content_policy
 
 _LARGEST_BODY = 1_000_000
+_LEFT = 499
+"""For logs alone: the client has left."""
 
 
 def build_app(
@@ -97,10 +99,10 @@ class _Server:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(read_completion(await self._body(request), limits=self._limits), chat=False)
+        return await self._answer(request, read_completion(await self._body(request), limits=self._limits), chat=False)
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(read_chat(await self._body(request), limits=self._limits), chat=True)
+        return await self._answer(request, read_chat(await self._body(request), limits=self._limits), chat=True)
 
     async def _body(self, request: Request) -> Any:
         content = bytearray()
@@ -116,7 +118,7 @@ class _Server:
             raise HTTPException(404, f"the model {str(body['model'])[:80]!r} does not exist; this is {self._name!r}.")
         return body
 
-    async def _answer(self, ask: Ask, *, chat: bool) -> Response:
+    async def _answer(self, request: Request, ask: Ask, *, chat: bool) -> Response:
         prompts = self.worker.prompts(ask)
         head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -133,6 +135,9 @@ class _Server:
         async for piece in pieces:
             texts[piece.row] += piece.text
             finishes[piece.row], tokens[piece.row] = piece.finish, piece.tokens
+            if await request.is_disconnected():
+                await pieces.aclose()
+                return Response(status_code=_LEFT)
         choices = [_choice(row, texts[row], finishes[row], chat=chat) for row in range(len(prompts))]
         usage = _usage(sum(map(len, prompts)), sum(tokens))
         return JSONResponse({**head, "object": _kind(chat), "choices": choices, "usage": usage})

@@ -5,7 +5,7 @@ A request's pieces cross to the event loop through a queue. When a client leaves
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
 from titan_train.generation import LoadedRun, TextPiece, encode_chat, encode_prompt, stream_text
@@ -54,7 +54,7 @@ class Worker:
             )
         return [row for row in rows for _ in range(ask.rows_each)]
 
-    async def pieces(self, ask: Ask, prompts: list[list[int]]) -> AsyncIterator[TextPiece]:
+    async def pieces(self, ask: Ask, prompts: list[list[int]]) -> AsyncGenerator[TextPiece]:
         """The answer, as its text comes.
 
         Raises:
