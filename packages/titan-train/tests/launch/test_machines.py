@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from titan_train.config import Config, LaunchConfig, load_config
 from titan_train.launch.job import RankExit
 from titan_train.launch.place import machines as module
 from titan_train.launch.place.machines import FILE_NAME, Leader, follow, listen_at
+from titan_train.launch.rank.info import RankInfo
 from titan_train.launch.rank.orders import Order
+from titan_train.launch.rank.worker import _tcp_store
 
 
 def free_port():
@@ -304,3 +307,16 @@ def test_the_launcher_that_is_gone_names_the_one_to_use():
         ValueError, match=r'launcher = "torchrun": is now .machines. on several machines and .local. on one'
     ):
         load_config("debug", ["--launch.launcher", "torchrun"])
+
+
+def test_ranks_meet_at_an_ipv6_address_in_brackets():
+    with contextlib.ExitStack() as stack:
+        try:
+            listener = stack.enter_context(listen_at("[::1]:0"))
+        except ValueError:
+            pytest.skip("this machine has no IPv6")
+        endpoint = f"[::1]:{listener.getsockname()[1]}"
+        ranks = [RankInfo(rank, 0, 2, 1, "cpu", endpoint) for rank in range(2)]
+        first, second = (_tcp_store(info, timedelta(seconds=2), listener if info.rank == 0 else None) for info in ranks)
+        first.set("said by", "rank 0")
+        assert second.get("said by") == b"rank 0"

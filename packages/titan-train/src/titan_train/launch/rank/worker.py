@@ -154,7 +154,7 @@ def _tcp_store(ranks: RankInfo, timeout: datetime.timedelta, listener: socket.so
     assert ranks.store is not None
     host, _, port = ranks.store.rpartition(":")
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        host,
+        host.strip("[]"),  # of an IPv6 address
         int(port),
         ranks.world_size,
         ranks.rank == 0,
