@@ -93,6 +93,22 @@ def sharded(widths: tuple[int, int, int], recipe: str, reshard: bool = True, dty
     return net
 
 
+def recorded(recipe: str) -> bool:
+    net = build(WIDTHS["aligned"], recipe)
+    titan_fp8.apply_float8_all_gather(net)
+    fully_shard(net)
+    expected = titan_fp8.stats(net)
+    with titan_fp8.record_stats(net) as found:
+        net(torch.randn(8, 64)).square().mean().backward()
+    assert all(entry.keys() == {"input", "weight", "grad"} for entry in found.values())
+    assert all(20 < entry["weight"].sqnr_db < 40 for entry in found.values())
+    return {name: entry["weight"] for name, entry in found.items()} == expected
+
+
+def test_recorded_weights_are_those_of_the_shard_not_what_was_gathered() -> None:
+    assert all(run_ranks(recorded, 2, "blockwise"))
+
+
 def train_on_ranks(recipe: str, sync: bool, reshard: bool) -> list[list[torch.Tensor]]:
     share = float(dist.get_rank() == 0)
     return [train(sharded(w, recipe, reshard), 3, sync=sync, loss_share=share) for w in WIDTHS.values()]

@@ -14,6 +14,7 @@ from titan_fp8.layers.linear import Float8Linear, plain_weight
 from titan_fp8.products import cast
 from titan_fp8.recipe import Scaling
 from titan_fp8.reference import FLOAT8_MAX, dequantize
+from titan_fp8.weights.gathered import GatheredWeight
 from titan_fp8.weights.sharded import is_dtensor
 
 
@@ -68,12 +69,16 @@ def stats(model: nn.Module) -> dict[str, TensorStats]:
 def record_stats(model: nn.Module) -> Generator[dict[str, dict[str, TensorStats]], None, None]:
     """Judge inputs, weights and output gradients of the forwards and backwards run inside; the last of each stays.
 
-    Waits for the device at every layer: for diagnosis, not for training steps. Eager mode.
+    Waits for the device at every layer: for diagnosis, not for training steps. Eager mode. A weight that FSDP2 gathers in float8
+    is judged on entry, by this rank's shard: what is gathered are its codes.
 
     Yields:
         Name of layer → ``{"input": …, "weight": …, "grad": …}``, filled as layers run.
     """
     found: dict[str, dict[str, TensorStats]] = {}
+    for name, layer in _layers(model):
+        if plain_weight(layer.weight) is not layer.weight:
+            found[name] = {"weight": tensor_stats(_local(layer.weight), layer.recipe.w)}
     handles = [layer.register_forward_hook(_recorder(found.setdefault(name, {}))) for name, layer in _layers(model)]
     try:
         yield found
@@ -85,7 +90,8 @@ def record_stats(model: nn.Module) -> Generator[dict[str, dict[str, TensorStats]
 def _recorder(entry: dict[str, TensorStats]) -> Any:
     def record(layer: Float8Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
         entry["input"] = tensor_stats(args[0].detach().flatten(0, -2), layer.recipe.x)
-        entry["weight"] = tensor_stats(_local(layer.weight), layer.recipe.w)
+        if not isinstance(layer.weight, GatheredWeight):
+            entry["weight"] = tensor_stats(_local(layer.weight), layer.recipe.w)
 
         def record_grad(grad: Tensor) -> None:
             entry["grad"] = tensor_stats(grad.flatten(0, -2), layer.recipe.g)

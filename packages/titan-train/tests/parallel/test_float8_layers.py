@@ -14,7 +14,7 @@ from titan_train.models import DeepSeek, DeepSeekArgs, Llama, LlamaArgs, Qwen3, 
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.shared_input import GatedInput
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
-from titan_train.parallel.float8 import DEFERRING_RULES, convert_to_float8
+from titan_train.parallel.float8 import DEFERRING_RULES, GeluFloat8Input, convert_to_float8
 from titan_train.parallel.head_loss import fuse_head_loss
 
 ARGS = LlamaArgs(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=64)
@@ -59,6 +59,42 @@ def test_weights_are_cast_once_a_step_where_the_step_is_declared(declared):
             for parameter in model.parameters():
                 parameter -= 0.01 * parameter.grad
         model.zero_grad()
+
+
+def test_every_float8_layer_is_recorded_and_runs_its_hooks():
+    model = make("blockwise")
+    want = loss_of(model)
+    want.backward()
+    gradients_alone = {name: grad.clone() for name, grad in gradients(model).items()}
+    model.zero_grad()
+    seen = []
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: seen.append(name))
+        for name, module in model.named_modules()
+        if isinstance(module, titan_fp8.Float8Linear)
+    ]
+    with titan_fp8.record_stats(model) as found:
+        loss = loss_of(model)
+        loss.backward()
+    assert torch.equal(loss, want)
+    # an input's gradients are added in another order: a code may be the next one
+    assert worst(gradients(model), gradients_alone) < 0.01
+    assert len(found) == len(set(seen)) == len(seen) == LINEARS
+    assert all(entry.keys() == {"input", "weight", "grad"} for entry in found.values())
+    for handle in handles:
+        handle.remove()
+    with Casts() as casts:
+        loss_of(model)
+    assert casts.calls["swiglu_cast_block"] == ARGS.num_layers
+
+
+def test_an_observed_gelu_layer_runs_its_hooks():
+    layer, seen = titan_fp8.Float8Linear(128, 128), []
+    gelu, x = GeluFloat8Input(), torch.randn(4, 128)
+    want = gelu(x, layer)
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.allclose(gelu(x, layer), want, rtol=0.1, atol=0.05)  # another GELU: a code may be the next one
+    assert seen == [1]
 
 
 def weight_casts(casts):

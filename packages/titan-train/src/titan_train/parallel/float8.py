@@ -37,6 +37,11 @@ _Caches = Sequence[titan_fp8.WeightCache | None]
 _Recipe = titan_fp8.Recipe
 
 
+def _observed(*linears: nn.Module) -> bool:
+    """Whether something looks at what goes through one of the linears, so that each must be called as a module."""
+    return any(linear._forward_hooks for linear in linears)
+
+
 def _fuses(x: Tensor) -> bool:
     """Whether what reads ``x`` may be computed with the cast: a compiler fuses by itself."""
     return not torch.compiler.is_compiling() and x.dtype in _CAST_DTYPES
@@ -120,9 +125,10 @@ class SharedFloat8Input(SharedInput):
     """Linears of one input that is cast once."""
 
     def forward(self, x: Tensor | NormedInput | LayerNormedInput, *linears: nn.Module) -> tuple[Tensor, ...]:
-        """As `SharedInput`; linears that are not all float8 of one recipe run one by one."""
+        """As `SharedInput`; linears that are not all float8 of one recipe, or have forward hooks, run one by one."""
         layers = [linear for linear in linears if isinstance(linear, titan_fp8.Float8Linear)]
-        if len(layers) < len(linears) or any(layer.recipe != layers[0].recipe for layer in layers):
+        alike = len(layers) == len(linears) and all(layer.recipe == layers[0].recipe for layer in layers)
+        if not alike or _observed(*linears):
             return super().forward(x if isinstance(x, Tensor) else x.compute(), *linears)
         first = layers[0]
         weights = [layer.weight for layer in layers]
@@ -142,7 +148,7 @@ class GatedFloat8Input(GatedInput):
         """As `GatedInput`."""
         if not isinstance(linear, titan_fp8.Float8Linear) or linear.amax_group is not None:
             return super().forward(gate, up, linear)
-        if not _fuses(gate) or gate.dtype != up.dtype:
+        if not _fuses(gate) or gate.dtype != up.dtype or _observed(linear):
             return super().forward(gate, up, linear)
         weight, cache = linear.weight, linear.weight_cache
         return titan_fp8.swiglu_linear(gate, up, weight, linear.bias, linear.recipe, cache=cache)
@@ -155,7 +161,7 @@ class GeluFloat8Input(GeluInput):
         """As `GeluInput`."""
         if not isinstance(linear, titan_fp8.Float8Linear) or linear.amax_group is not None:
             return super().forward(x, linear)
-        if not _fuses(x):
+        if not _fuses(x) or _observed(linear):
             return super().forward(x, linear)
         return titan_fp8.gelu_linear(x, linear.weight, linear.bias, linear.recipe, cache=linear.weight_cache)
 
