@@ -90,7 +90,7 @@ def read_texts(files: Sequence[Path]) -> list[str]:
             if file.suffix != ".jsonl":
                 texts.append(content)
                 continue
-            for number, line in enumerate(content.splitlines(), start=1):
+            for number, line in enumerate(content.split("\n"), start=1):
                 if line.strip():
                     value = json.loads(line)
                     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
