@@ -182,7 +182,7 @@ def _text_alone(number: int, message: Message) -> Message:
     """The message with the text of its parts, for a template that knows neither parts nor calls of functions."""
     content = message.get("content")
     parts = cast("list[Any]", content if isinstance(content, list) else [content])
-    texts = [cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else part for part in parts]
+    texts: list[Any] = [cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else part for part in parts]
     if message.get("tool_calls") or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(
             f"message {number} holds more than text, or none, which the built-in chat templates do not write. Set "
