@@ -2,8 +2,8 @@
 
 A block of transformers takes norms and rotary positions apart, and where its attention is not fused it keeps the scores:
 several times what our block of the same widths does. It is counted eagerly, for one sequence, as tensor parallelism cuts it. Of
-a compiled run, what torch's partitioner leaves on one rank of it is counted once for each recomputation, and ranks of tensor
-parallelism are given the same share of their eager count: tracing each degree would take seconds more.
+a compiled run, what torch's partitioner leaves of the two most frequent sorts of block on one rank is counted once for each
+recomputation, and all blocks under all degrees are given the same share of their eager count: tracing each would take longer.
 """
 
 import json
@@ -41,7 +41,7 @@ class FolderBlocks:
         published = read_published(name, key="MODEL")
         # what dropout leaves is not in the account, and a family with a plan is refused with it when it is built to run
         self._name, self._args = name, {**{field: 0.0 for field in DROPOUTS if published.get(field)}, **args}
-        self._found: dict[tuple[str, int, int, bool], float] = {}
+        self._found: dict[tuple[Any, ...], float] = {}
 
     def __call__(self, setup: Setup) -> float:
         """Bytes that one block keeps of one microbatch on one rank; the mean of all blocks."""
@@ -54,21 +54,28 @@ class FolderBlocks:
         tokens = setup.seq_len // setup.cp
         counted = min(tokens, _LINEAR) if self.fused_attention else tokens  # without scores, each token keeps as much
         kept = self._each(recompute, counted, setup.tp)
-        if (
-            setup.stack == "compile" and recompute != "full"
-        ):  # which leaves a block's input, however it is computed again
-            kept *= self._each(recompute, counted, 1, compiled=True) / self._each(recompute, counted, 1)
+        # "full" leaves a block's input, however it is computed again
+        if setup.stack == "compile" and recompute != "full":
+            kept *= self._compiled_share(recompute, counted)
         return kept * tokens / counted * setup.microbatch
 
-    def _each(self, recompute: str, tokens: int, tp: int, *, compiled: bool = False) -> float:
+    def _each(self, recompute: str, tokens: int, tp: int) -> float:
         """Bytes of one sequence, the mean of all blocks."""
-        key = recompute, tokens, tp, compiled
+        key = recompute, tokens, tp
         if key not in self._found:
             try:
                 found = float(self._of_blocks(*key))
             except ValueError:  # so many ranks cannot share its heads: a search may ask all the same
-                found = self._of_blocks(recompute, tokens, 1, compiled) / tp
+                found = self._of_blocks(recompute, tokens, 1) / tp
             self._found[key] = found / len(blocks_of(self._model))
+        return self._found[key]
+
+    def _compiled_share(self, recompute: str, tokens: int) -> float:
+        """What compiled blocks keep of what eager ones do."""
+        key = recompute, tokens
+        if key not in self._found:
+            compiled, eager = (self._of_blocks(*key, 1, compiled, most=True) for compiled in (True, False))
+            self._found[key] = compiled / eager
         return self._found[key]
 
     @property
@@ -89,12 +96,12 @@ class FolderBlocks:
         config = load_config("debug", [word for key, value in given.items() for word in (f"--{key}", str(value))])
         return replace(config, model=replace(config.model, args=self._args))
 
-    def _of_blocks(self, recompute: str, seq_len: int, tp: int, compiled: bool) -> int:
+    def _of_blocks(self, recompute: str, seq_len: int, tp: int, compiled: bool = False, *, most: bool = False) -> int:
         config = self._config(recompute, seq_len, tp, compiled)
         plan = plan_run(config, tp)
         with pretended_groups(tp) as (group,):
             rank = RankProgram(config, plan.layout, plan.mode, plan.batch, self._model, group, None, closed_form=False)
-            return rank.of_blocks()
+            return rank.of_blocks(most=most)
 
 
 def of_folder(shape: ModelShape, name: str, args: dict[str, Any]) -> ModelShape:

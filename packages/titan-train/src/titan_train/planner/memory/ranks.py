@@ -202,20 +202,20 @@ class RankProgram:
         return _Stage(count, estimate, activations, ends, stays, left_out)
 
     def _rehearsed(
-        self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool
+        self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool, most: bool = False
     ) -> tuple[tuple[int, int], str]:
         """As `_count`, of the program as it will run; and what of it could not be built."""
         config = self.config
         # with all its experts: as many rows meet them, whoever holds them
         try:
             with self._compiling() if config.compile.enabled else nullcontext():
-                return self._count(make, sizes, last=last), ""
+                return self._count(make, sizes, last=last, most=most), ""
         except Exception as err:  # torch.compile may fail on any model, as it may in the run
             if not config.compile.enabled:
                 raise
             eager = replace(self, config=replace(config, compile=replace(config.compile, enabled=False)))
             left_out = f"torch.compile, which keeps less: {type(err).__name__} while it was rehearsed"
-            return eager._count(make, sizes, last=last), left_out
+            return eager._count(make, sizes, last=last, most=most), left_out
 
     @contextmanager
     def _compiling(self) -> Generator[None]:
@@ -333,15 +333,17 @@ class RankProgram:
         setup = setup_of_config(self.config, spec.pp * spec.dp_replicate * spec.dp_shard * spec.cp * spec.tp)
         return setup if traits_of(self.whole).loss_head is not None else setup.changed(loss="eager")
 
-    def of_blocks(self) -> int:
-        """Bytes that a micro-batch of the whole model leaves in its blocks."""
+    def of_blocks(self, *, most: bool = False) -> int:
+        """Bytes that a micro-batch of the whole model leaves in its blocks; with ``most`` in those of two most frequent sorts."""
         whole = functools.partial(copy.deepcopy, self.whole)
-        (_, of_blocks), _ = self._rehearsed(whole, wrapped_over(self.layout, self.mode), last=True)
+        (_, of_blocks), _ = self._rehearsed(whole, wrapped_over(self.layout, self.mode), last=True, most=most)
         return of_blocks
 
-    def _count(self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool) -> tuple[int, int]:
+    def _count(
+        self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool, most: bool = False
+    ) -> tuple[int, int]:
         """Bytes that a micro-batch leaves for backward, and those of its blocks. Of blocks that are alike two are run, the others
-        count as the second.
+        count as the second. With ``most`` only those of the two most frequent sorts are there.
         """
         part = make()
         blocks = blocks_of(part)
@@ -351,6 +353,9 @@ class RankProgram:
             # of other people's blocks, equal parameters do not mean equal programs: windows alternate
             kind = number if layered else (_kind_of(block), None if shipped else sort_of(block))
             alike.setdefault(kind, []).append(number)
+        if most:
+            largest = sorted(alike.values(), key=len)[-2:]
+            alike = {kind: same for kind, same in alike.items() if same in largest}
         run = [same[:2] for same in alike.values()]
         running = self._cut(part, running=True)  # while blocks have their own numbers
         keep_blocks(running, sorted(number for same in run for number in same))
