@@ -102,6 +102,80 @@ def test_fields_of_config_json_are_changed_by_arguments(tmp_path: Path) -> None:
         built(folder, hidden_size="x")
 
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+OLDER: dict[str, dict[str, Any]] = {
+    "transformers 4": {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "transformers 4, plain": {"rope_theta": 5e5, "rope_scaling": None},
+    "export": {"rope_theta": 5e5, "rope_scaling": LLAMA3, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    "export, plain": {
+        "rope_theta": 5e5,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+}
+
+
+def described(folder: Path, content: dict[str, Any], **args: Any) -> Any:
+    """The model of a folder with this ``config.json``."""
+    tiny = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(tiny | content))
+    return built(folder, **args)
+
+
+@pytest.mark.parametrize(
+    "key", ["rope_parameters.rope_theta", "rope_theta", "rope_parameters.factor", "rope_scaling.factor"]
+)
+@pytest.mark.parametrize("spelling", OLDER)
+def test_rotary_settings_are_changed_whatever_the_spelling_of_the_folder(
+    spelling: str, key: str, tmp_path: Path
+) -> None:
+    factor = key.endswith("factor")
+    if factor and "plain" in spelling:
+        return
+    content = {"model_type": "llama", "max_position_embeddings": 131072} | OLDER[spelling]
+    if key.startswith("rope_scaling") and "rope_scaling" not in content:
+        return
+    model = described(tmp_path, content, **{key: 16.0 if factor else 4e6})
+    rope = model.config.rope_parameters
+    want = {"rope_theta": 5e5, "factor": 16.0} if factor else {"rope_theta": 4e6}
+    assert {name: rope[name] for name in want} == want
+    assert rope["rope_type"] == ("default" if "plain" in spelling else "llama3")
+    exported = model.own_family.load_hf().config_of(model.args)
+    assert type(model.config).from_dict(exported).rope_parameters == rope
+
+
+def test_both_counts_of_experts_of_an_exported_folder_are_changed(tmp_path: Path) -> None:
+    content = {"model_type": "qwen3_moe", "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+    for key in ("num_experts", "num_local_experts"):
+        model = described(tmp_path, content | {"moe_intermediate_size": 16}, **{key: 4})
+        assert model.config.num_experts == 4
+        exported = model.own_family.load_hf().config_of(model.args)
+        assert type(model.config).from_dict(exported).num_experts == 4
+
+
+def test_an_argument_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    content = {"model_type": "mimo_v2_flash", "sliding_window_size": 6, "n_routed_experts": 4, "num_key_value_heads": 2}
+    with pytest.raises(ValueError, match=r"model.args.sliding_window=5 changes nothing.*still 7"):
+        described(tmp_path, content, sliding_window=5)
+    gemma = {"model_type": "gemma3_text", "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}  # fmt: skip
+    with pytest.raises(ValueError, match=r"model.args.rope_theta=4000000.0"):
+        described(tmp_path, gemma, rope_theta=4e6)
+    same = described(tmp_path, {"model_type": "llama", "rope_scaling": None, "rope_theta": 5e5}, attention_dropout=0.0)
+    assert same.config.attention_dropout == 0.0
+
+
 def test_a_folder_that_is_no_decoder_of_transformers_is_refused(tmp_path: Path) -> None:
     def refused(content: Any, words: str) -> None:
         (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))

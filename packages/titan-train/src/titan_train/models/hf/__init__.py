@@ -6,6 +6,7 @@ executed. What parallelism must know about a family is one value in a table, as 
 - `plans`: the table: one `HFPlan` for each ``model_type``. Start reading here. Plain data, without torch. Packages add plans
   by entry points.
 - `folder`: read ``config.json``, and change it by ``model.args``.
+- `configuration`: transformers' configuration of them, and what a run asks of it.
 - `build`: the model from the folder.
 - `decoder`: what transformers' module is given so that it looks like a model here: its forward, its pipeline stages.
 - `device`: kernels of other packages run on GPUs only, whatever transformers decided when it was imported.

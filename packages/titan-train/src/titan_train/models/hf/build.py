@@ -1,7 +1,6 @@
 """A model of transformers from a folder's ``config.json``, on the current device, without weights and without remote code."""
 
 import copy
-import importlib.metadata
 import inspect
 import types
 from typing import Any
@@ -12,12 +11,11 @@ from torch import nn
 from titan_train.models.arguments import ModelChoice
 from titan_train.models.common.moe.routed import RoutedExperts, StackedExperts
 from titan_train.models.hf.ahead import add_modules
-from titan_train.models.hf.folder import folder_of, read_published, split_depth, with_changes
+from titan_train.models.hf.configuration import check_configuration, read_configuration
+from titan_train.models.hf.folder import folder_of, split_depth
 from titan_train.models.hf.names import SplitConvolution, separate_experts
 from titan_train.models.hf.plan import STACKED, HFPlan
 from titan_train.models.hf.plans import hf_plans
-from titan_train.trust import refuse_foreign_code
-from titan_train.values import did_you_mean
 
 DROPOUTS = (
     "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop",
@@ -45,8 +43,8 @@ def build_hf(choice: ModelChoice, *, vocab_size: int | None) -> nn.Module:
             f"model.args.mtp_depth={depth} with model.lora_rank={choice.lora_rank}: adapters leave the model's weights as they "
             "are, and modules for tokens further ahead start from none. Set mtp_depth=0, or lora_rank=0."
         )
-    config, published = _config(name, changes)
-    _check(name, config, vocab_size, choice.seq_len)
+    config, published = read_configuration(name, changes)
+    check_configuration(name, config, vocab_size, choice.seq_len)
     if published["model_type"] in hf_plans():
         _check_plan(name, config, hf_plans()[published["model_type"]], choice.seq_len)
     model = assemble(config, published, name=name, split=choice.lora_rank == 0)
@@ -118,70 +116,6 @@ def _maker_of(config: Any) -> Any:
     if kind not in listed and kind in seeing and seeing[kind].__name__.endswith("ForCausalLM"):
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
-
-
-def _config(name: str, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The configuration of transformers, and the content of ``config.json`` that it comes from."""
-    published = read_published(name)
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError as err:
-        raise ValueError(
-            f"model.name={name!r} needs the transformers library. Install titan-train[hf], or use a shipped model."
-        ) from err
-    version = importlib.metadata.version("transformers")
-    if int(version.partition(".")[0]) < 5:
-        raise ValueError(
-            f"model.name={name!r} needs transformers 5 or newer, and {version} is installed: its attention and experts look "
-            "different. Update transformers."
-        )
-    kind = str(published.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        own = (
-            " Its code is in the folder (auto_map), and code of a folder is never executed."
-            if "auto_map" in published
-            else ""
-        )
-        raise ValueError(
-            f"model.name={name!r}: the installed transformers has no model_type {kind!r}.{own} "
-            f"{did_you_mean(kind, list(hf_plans()))}Use a folder whose architecture is part of transformers."
-        )
-    published.pop("quantization_config", None)  # weights are read into full precision
-    refuse_foreign_code(published, f"model.name={name!r}: config.json", of_folder=False)
-    cls: Any = CONFIG_MAPPING[kind]
-    changed = with_changes(published, args, known=_read_as(name, cls, published).to_dict())
-    refuse_foreign_code(changed, "model.args", of_folder=False)
-    config = _read_as(name, cls, changed)
-    config.use_cache = False
-    if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False
-    return config, changed
-
-
-def _read_as(name: str, cls: Any, fields: dict[str, Any]) -> Any:
-    """The configuration of transformers with these fields, which it checks in ways and errors of its own."""
-    try:
-        return cls.from_dict(fields)
-    except Exception as err:
-        reason = " ".join(str(err).split())[:300]
-        raise ValueError(
-            f"model.name={name!r}: {cls.__name__} does not take config.json and model.args: {reason}"
-        ) from err
-
-
-def _check(name: str, config: Any, vocab_size: int | None, seq_len: int) -> None:
-    rows = getattr(config.get_text_config(), "vocab_size", None)
-    if vocab_size is not None and rows is not None and rows < vocab_size:
-        raise ValueError(
-            f"model.name={name!r} has a vocabulary of {rows}, less than the tokenizer's {vocab_size}: some tokens would have "
-            f"no embedding. Use the folder's tokenizer, or extend the vocabulary with model.args.vocab_size={vocab_size}."
-        )
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and 0 < longest < seq_len:
-        raise ValueError(
-            f"model.seq_len={seq_len} is longer than the {longest} positions of {folder_of(name)}: the nearest valid choice is "
-            f"{longest}. To extend it, set model.args.max_position_embeddings={seq_len}, and a larger rotary base or a scaling."
-        )
 
 
 def _check_plan(name: str, config: Any, plan: HFPlan, seq_len: int) -> None:

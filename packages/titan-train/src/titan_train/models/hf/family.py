@@ -98,7 +98,8 @@ def family_of_model(model: Any, key_map: KeyMap, styles: StyleTable) -> HFFamily
 def _config_of(args: HFModelArgs) -> dict[str, Any]:
     """``config.json``, with the spellings of transformers 4 beside those of 5."""
     config = copy.deepcopy(dict(args.published))
-    rope = config.get("rope_parameters")
+    read = args.kind.from_dict(copy.deepcopy(config)) if config.get("rope_parameters") else None
+    rope = getattr(read, "rope_parameters", None)  # of several spellings, the one that the model has
     if isinstance(rope, dict) and "rope_theta" in rope:
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         config |= rope_fields(rope["rope_theta"], None if scaling.get("rope_type") == "default" else scaling)

@@ -12,6 +12,11 @@ from titan_train.values import did_you_mean
 PREFIX = "hf:"
 DEPTH = "mtp_depth"
 """The setting of ``model.args`` that is none of ``config.json``."""
+_ROPE = "rope_parameters"
+_IN_ROPE = ("rope_theta", "partial_rotary_factor")
+"""Fields that transformers takes from ``rope_parameters`` or ``rope_scaling`` where they are there."""
+_COUNTS = ("num_experts", "num_local_experts")
+"""Two names of one number, of which an export writes both."""
 _NOT_IN_JSON = ("Infinity", "-Infinity", "NaN")
 
 
@@ -76,6 +81,8 @@ def with_changes(
 ) -> dict[str, Any]:
     """``config.json`` with the fields of ``model.args`` changed; a dot leads into an object, as in ``rope_parameters.factor``.
 
+    A value that the file has in several spellings is changed in all of them, whichever of them transformers reads.
+
     Args:
         published: The file's content.
         changes: Field to value.
@@ -85,6 +92,10 @@ def with_changes(
         ValueError: A field that the family does not have, or a value of another type.
     """
     changed = copy.deepcopy(dict(published))
+    if any(key.partition(".")[0] == _ROPE for key in changes):
+        changed.pop("rope_scaling", None)  # transformers would read it instead
+        if isinstance(known.get(_ROPE), dict):
+            changed[_ROPE] = copy.deepcopy(known[_ROPE])
     for key, given in changes.items():
         value = list(given) if isinstance(given, tuple) else given
         first, *inner = key.split(".")
@@ -106,6 +117,13 @@ def with_changes(
             )
         if not inner:
             changed[first] = value
+            holders = [held for name in (_ROPE, "rope_scaling") if isinstance(held := changed.get(name), dict)]
+            for held in holders if first in _IN_ROPE else []:
+                if first in held:
+                    held[first] = value
+            for other in _COUNTS if first in _COUNTS else ():
+                if other in changed:
+                    changed[other] = value
             continue
         holder = changed.setdefault(first, copy.deepcopy(known.get(first)) or {})
         for part in inner[:-1]:
