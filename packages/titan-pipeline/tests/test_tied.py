@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from titan_pipeline import FAMILIES, build_schedule  # noqa: E402
 from titan_pipeline.runtime import (  # noqa: E402
     Executor,
+    PipelineAborted,
     ThreadHub,
     TiedWeight,
     TorchStage,
@@ -79,7 +80,7 @@ def one_process(stages, inputs, targets, denominator):
     return [{n: p.grad for n, p in stage.named_parameters()} for stage in stages]
 
 
-def pipelined(schedule, stages, tied, inputs, targets):
+def pipelined(schedule, stages, tied, inputs, targets, num_steps=1, measure=True):
     """Every rank as a thread with a copy of its stages: one copy, so that what is one object stays one."""
 
     def work(transport):
@@ -87,7 +88,10 @@ def pipelined(schedule, stages, tied, inputs, targets):
         mine = copy.deepcopy([stages[s] for s in held])
         parts = [TorchStage(m, s, loss=loss_sum) for s, m in zip(held, mine, strict=True)]
         executor = Executor(schedule, parts, transport, count_tokens=lambda t: t.numel(), tied=tied)
-        executor.step(inputs, targets)
+        for _ in range(num_steps):
+            executor.step(inputs, targets)
+        if not measure:
+            return {(s, n): p.grad for s, m in zip(held, mine, strict=True) for n, p in m.named_parameters()}
         norm = clip_grad_norm(executor, math.inf)
         before = [p.grad.clone() for m in mine for p in m.parameters()]
         clip_grad_norm(executor, norm / 2)
@@ -138,6 +142,47 @@ def test_ties_by_hand_with_copies_on_one_rank_are_summed():
     for grads, _ in pipelined(schedule, copies, tied, inputs, targets):
         for (stage, parameter), (grad, _) in grads.items():
             torch.testing.assert_close(grad, expected[stage][parameter], rtol=0, atol=ORDER_OF_SUMMATION)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "where", [lambda last: [0, last], lambda last: range(last + 1)], ids=["both ends", "all stages"]
+)
+def test_earlier_gradients_of_a_tied_weight_count_once(name, where):
+    """Two steps on one batch, one optimizer step: twice the gradient of one."""
+    schedule = build_schedule(name, 2, 4)
+    last = schedule.num_stages - 1
+    stages = build_model(schedule.num_stages, where(last))
+    tied = find_tied_weights(stages)
+    after = [pipelined(schedule, stages, tied, *batch(4), num_steps=n, measure=False) for n in (1, 2)]
+    for one, two in zip(*after, strict=True):
+        for parameter, grad in two.items():
+            torch.testing.assert_close(grad, 2 * one[parameter], rtol=0, atol=4 * ORDER_OF_SUMMATION)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_frozen_tied_weights_get_no_gradient(name):
+    schedule = build_schedule(name, 2, 4)
+    stages = build_model(schedule.num_stages, range(schedule.num_stages))
+    stages[0][0].weight.requires_grad_(False)
+    tied = find_tied_weights(stages)
+    grads = pipelined(schedule, stages, tied, *batch(4), measure=False)
+    of_ties = [grads[schedule.placement[s]][s, n] for s, n in tied[0].names.items()]
+    assert len(of_ties) == schedule.num_stages
+    assert all(grad is None for grad in of_ties)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_copies_of_which_some_are_frozen_are_refused(ranks):
+    schedule = build_schedule("1f1b" if ranks == 2 else "looped_bfs", ranks, 2)
+    stages = [copy.deepcopy(stage) for stage in build_model(2, [0, 1])]
+    stages[0][0].weight.requires_grad_(False)
+    tied = [TiedWeight({0: "0.weight", 1: "2.weight"})]
+    with pytest.raises(
+        (ValueError, PipelineAborted), match=r"stages \[0\] are frozen.*those of stages \[1\] are not"
+    ) as got:
+        pipelined(schedule, stages, tied, *batch(2))
+    assert "requires_grad_" in str(got.value)
 
 
 class Gpt2Stage(nn.Module):

@@ -27,7 +27,7 @@ from titan_pipeline.runtime.agreement import LOW_SHARE, DeferredWork, agree, exp
 from titan_pipeline.runtime.clock import Clock, HostClock
 from titan_pipeline.runtime.program import Program, check_order, compile_program
 from titan_pipeline.runtime.stage.protocol import Stage
-from titan_pipeline.runtime.stage.tied import TiedWeight, check_ties, reduce_tied
+from titan_pipeline.runtime.stage.tied import TiedWeight, check_ties, keep_one, reduce_tied
 from titan_pipeline.runtime.step import StepBatch, StepRun
 from titan_pipeline.runtime.transport.base import Transport
 from titan_pipeline.runtime.transport.messages import PeerFailure, PipelineAborted
@@ -297,6 +297,8 @@ class Executor:
             self._watchdog.step(run, program.where)
         try:
             run.prepare()
+            if training:
+                keep_one(self.tied, self.stages)
             run.execute()
             if training:
                 reduce_tied(self.tied, self.stages, self.schedule.placement, transport)

@@ -4,7 +4,8 @@ Stages on different ranks hold copies. At the end of a step the copies' gradient
 stages, by the rank of the first, and the sum goes back to all: equal copies with equal gradients stay equal under any
 optimizer that treats them alike. Stages on one rank may hold one `torch.nn.Parameter` under two names, as a model that
 was cut in place does at both ends of a V. Autograd has then summed its gradient already, so it counts once: ties on a
-rank are found by identity.
+rank are found by identity. Gradients of earlier steps, which every copy holds in full, count once as well: before a step all
+copies but the first set theirs to zero. Frozen copies get no gradient; all are frozen or none.
 
 Data-parallel gradients are summed after their reduction; of FSDP's, each rank sums the shard it holds, so the copies
 must be sharded alike.
@@ -12,7 +13,7 @@ must be sharded alike.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,19 @@ def check_ties(tied: Sequence[TiedWeight], stages: Mapping[int, Any], num_stages
                     f"stage {stage} has no parameter {name!r}, which a tied weight names. Give the name as in "
                     "module.named_parameters()."
                 )
+        _check_frozen(weight, {s: _parameter(weight, stages, s).requires_grad for s in weight.names if s in stages})
     _check_wrapped(stages)
+
+
+def _check_frozen(weight: TiedWeight, trained: Mapping[int, bool]) -> None:
+    """Raise if some of these stages' copies are frozen and others are not."""
+    frozen = [s for s in sorted(trained) if not trained[s]]
+    if 0 < len(frozen) < len(trained):
+        others = [s for s in sorted(trained) if trained[s]]
+        raise ValueError(
+            f"the copies of the tied weight {dict(weight.names)} in stages {frozen} are frozen, those of stages {others} are "
+            "not: they would not stay equal. Call requires_grad_ with the same value on all of them."
+        )
 
 
 def _check_wrapped(stages: Mapping[int, Any]) -> None:
@@ -91,13 +104,28 @@ def _is_ddp(stage: Any) -> bool:
     return isinstance(getattr(stage, "module", None), DistributedDataParallel)
 
 
+def keep_one(tied: Sequence[TiedWeight], stages: Mapping[int, Any]) -> None:
+    """Before a training step: let the first copy alone carry the gradient of the steps before."""
+    for weight in tied:
+        first, *others = sorted(weight.names)
+        held = {s: _parameter(weight, stages, s) for s in weight.names if s in stages}
+        for s in others:
+            if s in held and held[s] is not held.get(first):
+                parameter = held[s]
+                if parameter.requires_grad and parameter.grad is not None:
+                    parameter.grad.zero_()
+
+
 def reduce_tied(
     tied: Sequence[TiedWeight], stages: Mapping[int, Any], placement: Sequence[int], transport: Transport
 ) -> None:
     """Give every copy the sum of all copies' gradients.
 
-    A stage that shares its parameter with an earlier one of its rank sends and receives None: the number of messages
-    depends on the placement alone, which all ranks know.
+    A stage that shares its parameter with an earlier one of its rank, or whose parameter is frozen, sends and receives None:
+    the number of messages depends on the placement alone, which all ranks know.
+
+    Raises:
+        ValueError: If some copies are frozen and others are not.
     """
     for index, weight in enumerate(tied):
         first, *others = sorted(weight.names)
@@ -123,20 +151,20 @@ def _sum_at_home(
     transport: Transport,
 ) -> None:
     """On the rank of the first stage: add the gradients in the order of the stages, and hand the sum back."""
-    first, *others = sorted(weight.names)
-    total = cast(Tensor, grads[first]).clone()
-    remote: dict[int, bool] = {}
-    for s in others:
-        grad = grads[s] if placement[s] == placement[first] else _receive(transport, placement[s], (2, s, index))
-        remote[s] = placement[s] != placement[first] and grad is not None
+    stages = sorted(weight.names)
+    home = placement[stages[0]]
+    parts = {s: grads[s] if placement[s] == home else _receive(transport, placement[s], (2, s, index)) for s in stages}
+    first_of_rank = {placement[s]: s for s in reversed(stages)}
+    _check_frozen(weight, {s: parts[s] is not None for s in first_of_rank.values()})
+    total: Tensor | None = None
+    for grad in parts.values():
         if grad is not None:
-            total += grad.to(total.device)
-    for s in (first, *others):
-        mine = grads.get(s)
-        if mine is not None:
-            mine.copy_(total)
-        elif placement[s] != placement[first]:
-            transport.send(placement[s], (3, s, index), (total.clone() if remote[s] else None,))
+            total = grad.clone() if total is None else total.add_(grad.to(total.device))
+    for s, grad in parts.items():
+        if placement[s] != home:
+            transport.send(placement[s], (3, s, index), (None if total is None or grad is None else total.clone(),))
+        elif total is not None and grad is not None:
+            grad.copy_(total)
 
 
 def tied_messages(
@@ -161,7 +189,7 @@ def tied_messages(
 
 
 def _distinct_gradients(weight: TiedWeight, stages: Mapping[int, Any]) -> dict[int, Tensor | None]:
-    """The gradient of each stage held here; None where an earlier stage holds the same parameter.
+    """The gradient of each stage held here; None where the parameter is frozen, or an earlier stage holds the same one.
 
     Zeros stand for a gradient that was never computed; a sharded gradient is its local part.
     """
@@ -170,8 +198,8 @@ def _distinct_gradients(weight: TiedWeight, stages: Mapping[int, Any]) -> dict[i
     for s in sorted(weight.names):
         if s not in stages:
             continue
-        parameter = cast(Tensor, stages[s].module.get_parameter(weight.names[s]))
-        if id(parameter) in seen:
+        parameter = _parameter(weight, stages, s)
+        if id(parameter) in seen or not parameter.requires_grad:
             grads[s] = None
             continue
         seen.add(id(parameter))
@@ -180,6 +208,10 @@ def _distinct_gradients(weight: TiedWeight, stages: Mapping[int, Any]) -> dict[i
         grad = parameter.grad
         grads[s] = grad.to_local() if isinstance(grad, DTensor) else grad
     return grads
+
+
+def _parameter(weight: TiedWeight, stages: Mapping[int, Any], stage: int) -> Tensor:
+    return stages[stage].module.get_parameter(weight.names[stage])
 
 
 def _receive(transport: Transport, source: int, key: Key) -> Tensor | None:
