@@ -15,7 +15,14 @@ testing = pytest.importorskip("titan_testing")
 
 from boundary_types import State  # noqa: E402
 from titan_pipeline import Schedule, build_schedule  # noqa: E402
-from titan_pipeline.runtime import Executor, PipelineAborted, ThreadHub, TorchStage, host_transport  # noqa: E402
+from titan_pipeline.runtime import (  # noqa: E402
+    Executor,
+    GlooTransport,
+    PipelineAborted,
+    ThreadHub,
+    TorchStage,
+    host_transport,
+)
 from titan_pipeline.runtime.transport.messages import decode_header, encode_header, specs_of, with_structure  # noqa: E402
 from titan_pipeline.runtime.transport.tree import TensorTree  # noqa: E402
 from torch import nn  # noqa: E402
@@ -203,6 +210,44 @@ def test_nothing_that_a_rank_sends_runs_on_the_rank_that_receives_it(tmp_path):
     assert all(
         re.search(r"the result\['odd'\]\[0\] is a \S*\.Executes, which cannot be sent", text) for text in said
     ), said
+
+
+class Beside(nn.Linear):
+    """Hands over something beside its result: another thing in each step."""
+
+    def __init__(self, beside):
+        super().__init__(4, 4)
+        self.beside = list(beside)
+
+    def forward(self, x):
+        if isinstance(x, dict):
+            return super().forward(x["x"])
+        return {"x": super().forward(x), "beside": self.beside.pop(0)}
+
+
+def _refused_then_sent(kind):
+    transport = host_transport() if kind == "sockets" else GlooTransport()
+    numbers = torch.ones(3, dtype=torch.complex64)
+    module = Beside([{1, 2}, numbers.conj(), numbers]).double()
+    stage = TorchStage(module, transport.rank, loss=nn.functional.mse_loss)
+    executor = Executor(build_schedule("1f1b", 2, 1), [stage], transport, hang_timeout_s=5)
+    said = []
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError)) as err:
+            executor.step(data()[:1], data()[:1])
+        said.append(str(err.value))
+        executor.reset()
+    return said, executor.step(data()[:1], data()[:1]).loss
+
+
+@pytest.mark.parametrize("kind", ["sockets", "gloo"])
+def test_the_only_message_of_a_step_that_cannot_be_sent_is_an_error_on_both_ranks(kind):
+    """Nobody waits for it, and the channel stays clean."""
+    returned = testing.run_ranks(_refused_then_sent, 2, kind)
+    for (structure, conjugate), loss in returned:
+        assert "is a builtins.set, which cannot be sent" in structure
+        assert "conj" in conjugate
+        assert loss == returned[0][1] > 0
 
 
 @pytest.mark.parametrize(

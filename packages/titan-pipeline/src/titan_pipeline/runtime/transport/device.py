@@ -172,9 +172,11 @@ class DeviceTransport(GlooTransport):
         self._receiver.fail(failure)
         return failure
 
-    def _send_tensors(self, target: int, payload: Payload) -> None:
+    def _prepared(self, payload: Payload) -> list[Tensor]:
         # `to` moves what is kept in host memory: gradients of tied weights under FSDP's offload
-        tensors = [on_wire(t.detach().to(self._device).contiguous()) for t in payload if t is not None]
+        return [on_wire(t.detach().to(self._device).contiguous()) for t in payload if t is not None]
+
+    def _send_tensors(self, target: int, tensors: list[Tensor]) -> None:
         if tensors:
             works = self._exchange(dist.isend, (self.rank, target), tensors)
             if self._tells:

@@ -125,18 +125,20 @@ class GlooTransport:
     def send(self, target: int, key: Key, payload: Payload) -> None:
         """Send header and tensors; they are kept until they have left."""
         self._let_go()
-        self._left[target] -= 1
         specs, structure = specs_of(payload)
         known = self._layouts.get(("to", target, key))
+        alike = known is not None and (known.specs, known.structure) == (specs, structure)
+        if known is not None and alike and self.around_transfer is None:
+            headers, tensors = [known.pack(payload)], None
+        else:
+            headers, tensors = encode_header(key, specs, structure), self._prepared(payload)
+        self._left[target] -= 1
         try:
-            alike = known is not None and (known.specs, known.structure) == (specs, structure)
-            if known is not None and alike and self.around_transfer is None:
-                self._post(known.pack(payload), target)
-                return
-            for header in encode_header(key, specs, structure):
+            for header in headers:
                 self._post(header, target)
-            self._send_tensors(target, payload)
-            self._laid_out("to", target, key, specs, structure)
+            if tensors is not None:
+                self._send_tensors(target, tensors)
+                self._laid_out("to", target, key, specs, structure)
         except RuntimeError as err:
             raise PipelineAborted(PeerFailure(target, -1, "", f"it takes no messages any more: {err}")) from err
 
@@ -233,10 +235,13 @@ class GlooTransport:
     def _drain(self) -> None:
         """Receive what is still on its way after a failure: the threads have done that."""
 
-    def _send_tensors(self, target: int, payload: Payload) -> None:
-        for tensor in payload:
-            if tensor is not None:
-                self._post(on_wire(tensor.detach().cpu().contiguous()), target)
+    def _prepared(self, payload: Payload) -> list[Tensor]:
+        """The tensors of a message as they will be sent."""
+        return [on_wire(tensor.detach().cpu().contiguous()) for tensor in payload if tensor is not None]
+
+    def _send_tensors(self, target: int, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._post(tensor, target)
 
     def _let_go(self) -> None:
         """Free what has left. Gloo's works do not say when they are done, so a thread waits for them."""

@@ -39,10 +39,11 @@ class Outbox:
         number = self._known.get(shapes)
         if number is not None:
             return number, b""
+        text = describe()
         if len(self._known) == _MOST_SHAPES:
-            return -1, describe()
+            return -1, text
         self._known[shapes] = len(self._known)
-        return self._known[shapes], describe()
+        return self._known[shapes], text
 
     def put(self, parts: Sequence[Any], keep: Any) -> None:
         """Send these pieces of memory; ``keep`` is held until all have left.

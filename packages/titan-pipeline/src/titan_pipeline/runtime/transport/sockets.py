@@ -94,11 +94,8 @@ class SocketTransport:
 
     def send(self, target: int, key: Key, payload: Payload) -> None:
         """Hand the tensors to the kernel. They must not change until the step closes: some may leave later."""
-        self._left[target] -= 1
         specs, structure = specs_of(payload)
-        outbox = self._outboxes[target]
-        number, text = outbox.described((tuple(specs), structure), lambda: encode_specs(specs, structure))
-        parts: list[Any] = [b"", text]
+        parts: list[Any] = [b"", b""]
         starts, at, kept = _starts(specs), 0, list[torch.Tensor]()
         for tensor, start in zip(payload, starts, strict=True):
             if tensor is not None and tensor.numel():
@@ -106,7 +103,11 @@ class SocketTransport:
                 kept.append(plain)
                 parts += [bytes(start - at), _memory(plain)] if start > at else [_memory(plain)]
                 at = start + plain.numel()
-        parts[0] = _PREFIX.pack(_DATA, *key, number, len(text), at)
+        outbox = self._outboxes[target]
+        # Last of what may fail: the other rank learns a number by this message.
+        number, text = outbox.described((tuple(specs), structure), lambda: encode_specs(specs, structure))
+        parts[:2] = _PREFIX.pack(_DATA, *key, number, len(text), at), text
+        self._left[target] -= 1
         try:
             outbox.put(parts, kept)
         except OSError as err:
