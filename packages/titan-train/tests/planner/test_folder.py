@@ -10,7 +10,7 @@ from titan_train.config import load_config
 from titan_train.models import build_model
 from titan_train.parallel.layout.run import plan_run
 from titan_train.planner import Setup, estimate, find_shape, load_machine
-from titan_train.planner.memory.folder import of_folder
+from titan_train.planner.memory.folder import of_folder, shape_of_folder
 from titan_train.planner.memory.kept import kept_bytes, working_bytes
 from titan_train.planner.memory.ranks import estimate_ranks, rehearse
 from titan_train.planner.translate import setup_of_config
@@ -72,7 +72,8 @@ def test_a_compiled_folder_is_planned_as_it_is_rehearsed(name: str, case: str) -
     words = ["--model.name", name, "--model.seq_len", "1024", "--train.microbatch", "2", "--train.global_batch", "4"]
     words += ["--train.dtype", "bf16", "--parallel.mode", "fsdp", "--compile.enabled", "true", *more]
     config = load_config("debug", words)
-    (rank,), setup = rehearse(config, devices), setup_of_config(config, devices)
+    (rank,) = rehearse(config, devices, folder=shape_of_folder(config))
+    setup = setup_of_config(config, devices)
     assert not rank.left_out
     shape = of_folder(find_shape(name), name, {})
     masks = 2 * 2 * 1024 * 1024 * 4  # of whole rows and of windows, in float32; the ends keep a little beside
@@ -139,7 +140,9 @@ def test_whole_logits_are_counted_where_the_loss_takes_them(name: str, tmp_path:
     words = ["--model.name", f"hf:{other}", *common, "--parallel.mode", "fsdp"]
     config = load_config("debug", words)
     plan, model = plan_run(config, 1), build_model(config.model, vocab_size=None)
-    (rank,) = estimate_ranks(config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None)
+    (rank,) = estimate_ranks(
+        config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None, folder=shape_of_folder(config)
+    )
     logits = 4 * 512 * 32_768
     assert rank.memory.parts["logits"] + rank.activations > 12 * logits  # copies in bf16 and float32, their gradient
     assert setup_of_config(config, 1).loss == "eager"

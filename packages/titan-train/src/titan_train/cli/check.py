@@ -268,6 +268,7 @@ def _by_module(config: Config, plan: "RunPlan", devices: int, *, closed_form: bo
     from titan_train.parallel.layout.batch import tokens_at_once
     from titan_train.parallel.layout.degrees import wrapped_over
     from titan_train.parallel.tied import meaning_all_copies
+    from titan_train.planner.memory.folder import shape_of_folder
     from titan_train.planner.memory.ranks import estimate_ranks
 
     layout, mode, batch, schedule = plan.layout, plan.mode, plan.batch, plan.schedule
@@ -281,8 +282,9 @@ def _by_module(config: Config, plan: "RunPlan", devices: int, *, closed_form: bo
     if schedule is not None:
         lines.append(_pipeline_lines(config, model, schedule))
     ranks = estimate_ranks(
-        config, model, layout=layout, mode=mode, batch=batch, schedule=schedule, closed_form=closed_form
-    )
+        config, model, layout=layout, mode=mode, batch=batch, schedule=schedule, closed_form=closed_form,
+        folder=shape_of_folder(config),
+    )  # fmt: skip
     if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
         lines.append(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode)).explain()}")
     return _Found(count_parameters(model), flops_per_token(model, config.model.seq_len), lines, ranks)

@@ -148,6 +148,7 @@ def _chosen(ranking: "Ranking", shown: int, *numbers: int) -> "list[StepEstimate
 def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], str]") -> list[str]:
     """Rehearse the first setups of a ranking; one that needs more memory than there is leaves the list. Returns lines on it."""
     from titan_train.config import load_config
+    from titan_train.planner.memory.folder import shape_of_folder
     from titan_train.planner.memory.ranks import rehearse
     from titan_train.terminal import clean_console
 
@@ -161,7 +162,8 @@ def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], s
             shown.update(f"rehearsing {number + 1} of {min(count, len(ranking.best))}: {e.setup.describe()}")
             file.write_text(written(e.setup))
             try:
-                ranks = rehearse(load_config(str(file)), e.setup.world_size, counted)
+                config = load_config(str(file))
+                ranks = rehearse(config, e.setup.world_size, counted, shape_of_folder(config))
             except ValueError as err:
                 return [*lines, f"not rehearsed: {err}"]
             found = max(ranks, key=lambda rank: rank.peak)

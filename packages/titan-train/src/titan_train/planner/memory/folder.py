@@ -14,13 +14,14 @@ from typing import Any
 from titan_train.config import Config, load_config
 from titan_train.models.build import build_model
 from titan_train.models.hf.build import DROPOUTS
-from titan_train.models.hf.folder import read_published
+from titan_train.models.hf.folder import PREFIX, read_published
 from titan_train.models.shape import ModelShape
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.structure import blocks_of
 from titan_train.planner.memory.ranks import RankProgram
 from titan_train.planner.memory.rehearsed import pretended_groups
 from titan_train.planner.setup import Setup
+from titan_train.planner.shapes import shape_of_config
 
 _LINEAR = 1024
 """Tokens that are counted where what is kept grows with them."""
@@ -112,6 +113,20 @@ def of_folder(shape: ModelShape, name: str, args: dict[str, Any]) -> ModelShape:
         replace(block, attention=block.attention and replace(block.attention, fused=fused)) for block in shape.blocks
     )
     return replace(shape, blocks=blocks, kept=found)
+
+
+def shape_of_folder(config: Config) -> ModelShape | None:
+    """The shape of a configuration's folder, for `titan_train.planner.memory.ranks`: with the memory of its own module where
+    blocks are computed again. None of another model, or of one whose ``config.json`` does not tell it.
+    """
+    name, args = config.model.name, config.model.args
+    if not name.startswith(PREFIX):
+        return None
+    try:
+        shape = shape_of_config(config)
+    except ValueError:
+        return None
+    return shape if config.activations.checkpoint == "none" else of_folder(shape, name, args)
 
 
 @cache

@@ -27,7 +27,6 @@ from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.hf.cut import sort_of
-from titan_train.models.hf.folder import PREFIX
 from titan_train.models.hf.stage_layers import StageLayers
 from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import ModelShape
@@ -57,18 +56,24 @@ from titan_train.planner.memory.rehearsed import (
     rehearse_activation_checkpointing,
 )
 from titan_train.planner.setup import Setup
-from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import setup_of_config
 from titan_train.task import load_task, task_name
 
 
-def rehearse(config: Config, devices: int, counted: dict[str, tuple[int, str]] | None = None) -> list[RankEstimate]:
+def rehearse(
+    config: Config,
+    devices: int,
+    counted: dict[str, tuple[int, str]] | None = None,
+    folder: ModelShape | None = None,
+) -> list[RankEstimate]:
     """Build each pipeline rank's program as it will run, run a micro-batch of it on fake tensors, and count.
 
     Args:
         config: The run's configuration.
         devices: Ranks.
         counted: What earlier calls counted, by program: setups that differ in data parallelism alone share it. Filled.
+        folder: The shape of a Hugging Face folder's model (`titan_train.planner.memory.folder.shape_of_folder`): what blocks and
+            the loss work in. Without it they are left out.
 
     Raises:
         ValueError: The layout, the batch or the model cannot run on so many devices.
@@ -78,7 +83,7 @@ def rehearse(config: Config, devices: int, counted: dict[str, tuple[int, str]] |
     hold_weights(model, config.optimizer.weights)
     return estimate_ranks(
         config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule, closed_form=False,
-        counted=counted,
+        counted=counted, folder=folder,
     )  # fmt: skip
 
 
@@ -92,6 +97,7 @@ def estimate_ranks(
     schedule: Schedule | None,
     closed_form: bool = True,
     counted: dict[str, tuple[int, str]] | None = None,
+    folder: ModelShape | None = None,
 ) -> list[RankEstimate]:
     """Estimate one rank of each pipeline rank; those that differ in other axes hold as much.
 
@@ -104,9 +110,9 @@ def estimate_ranks(
         schedule: The pipeline's; None without one.
         closed_form: Count activations by formula where there is one; False always runs a micro-batch on fake tensors.
         counted: As for `rehearse`.
+        folder: Likewise.
     """
     counted = {} if counted is None else counted
-    folder = _shape_of_folder(config)
     with pretended_groups(layout.spec.tp, layout.spec.ep) as (group, experts):
         rank = RankProgram(config, layout, mode, batch, whole, group, experts, closed_form, counted, folder)
         if schedule is None:
@@ -465,19 +471,6 @@ class RankProgram:
         cut = spec.tp if self.config.parallel.sequence_parallel else 1
         streams = (traits.streams,) if traits.streams > 1 else ()
         return (torch.zeros(rows, seq_len // cut, *streams, width, device="meta", requires_grad=True),)
-
-
-def _shape_of_folder(config: Config) -> ModelShape | None:
-    """What ``config.json`` tells of it, and its module of what a block computes again; None of another model."""
-    from titan_train.planner.memory.folder import of_folder  # which counts by this module
-
-    model = config.model
-    try:
-        shape = shape_of_config(config) if model.name.startswith(PREFIX) else None
-    except ValueError:
-        return None
-    recomputed = shape is not None and config.activations.checkpoint != "none"
-    return of_folder(shape, model.name, model.args) if shape is not None and recomputed else shape
 
 
 def _partitioned(config: CompileConfig) -> CompileConfig:

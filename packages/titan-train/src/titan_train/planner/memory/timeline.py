@@ -18,6 +18,7 @@ from titan_train.models.build import build_model
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
 from titan_train.parallel.structure import hold_weights
+from titan_train.planner.memory.folder import shape_of_folder
 from titan_train.planner.memory.ranks import RankProgram, estimate_ranks
 from titan_train.planner.memory.rehearsed import pretended_groups
 
@@ -82,7 +83,9 @@ def step_timeline(config: Config, devices: int) -> MemoryTimeline:
     plan, whole = plan_run(config, devices), build_model(config.model, vocab_size=None)
     hold_weights(whole, config.optimizer.weights)
     layout, schedule = plan.layout, plan.schedule
-    ranks = estimate_ranks(config, whole, layout=layout, mode=plan.mode, batch=plan.batch, schedule=schedule)
+    ranks = estimate_ranks(
+        config, whole, layout=layout, mode=plan.mode, batch=plan.batch, schedule=schedule, folder=shape_of_folder(config)
+    )
     fullest = max(ranks, key=lambda rank: rank.peak)
     held = {name: int(fullest.memory.parts.get(name, 0)) for name in _THROUGHOUT}
     title, traces = config.model.name, dict[int, fsdp.MemoryTrace]()
