@@ -261,6 +261,49 @@ def test_a_custom_function_that_asks_what_is_wanted_runs_half_and_half(use):
     assert check(Product(use, 4, 4), torch.randn(2, 4), index=0).deferred_share == 1
 
 
+class Shifted(torch.autograd.Function):
+    """A sum whose gradients are the gradient that it is given, or a view of it."""
+
+    @staticmethod
+    def forward(ctx, x, shift, turned):
+        return x + shift + turned.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        need_x, need_shift, need_turned = ctx.needs_input_grad
+        return grad if need_x else None, grad if need_shift else None, grad.t() if need_turned else None
+
+
+class Shifts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.first, self.second, self.turned = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+
+    def forward(self, x):
+        return Shifted.apply(Shifted.apply(self.inner(x), self.first, self.turned), self.second, self.turned)
+
+
+def test_parameters_that_get_one_gradient_keep_their_own_copies_of_it():
+    module = Shifts().double()
+    inputs = [torch.randn(4, 4, dtype=torch.float64) for _ in range(3)]
+    grads = [torch.randn(4, 4, dtype=torch.float64) for _ in range(3)]
+    expected = copy.deepcopy(module)
+    for x, grad in zip(inputs, grads, strict=True):
+        expected(x).backward(grad)
+    stage = TorchStage(module, 1)
+    stage.configure(True)
+    given = [grad.clone() for grad in grads]
+    for microbatch, (x, grad) in enumerate(zip(inputs, given, strict=True)):
+        stage.forward(microbatch, (x,), None, {}, True)
+        stage.backward(microbatch, (grad,), True)
+        stage.backward_weight(microbatch)
+    assert stage.not_deferred == {}
+    for p, e in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p.grad, e.grad)
+    assert all(torch.equal(g, e) for g, e in zip(given, grads, strict=True))
+
+
 def test_a_custom_function_that_does_not_ask_runs_once_and_is_reported():
     CustomProduct.runs = 0
     module = nn.Sequential(Product(CustomProduct.apply, 4, 4), Subclass(4, 4))

@@ -195,9 +195,12 @@ def test_parameter_hooks_fire_once_a_microbatch():
     assert set(calls.values()) == {1}
 
 
-def test_a_first_gradient_gets_the_layout_of_its_parameter():
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_first_gradient_gets_the_layout_of_its_parameter(turned):
     """A fused optimizer reads both as they lie in memory."""
     weight, grad = torch.randn(3, 5), torch.randn(5, 3).t()
+    if turned:
+        weight, grad = torch.randn(5, 3).t(), torch.randn(3, 5)
     deferred, plain = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
     with torch.no_grad():
         accumulate([(deferred, grad)])

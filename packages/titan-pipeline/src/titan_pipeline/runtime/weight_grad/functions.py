@@ -151,7 +151,24 @@ def _weight_gradients(ctx: _LateContext, weights: list[_Weight], grads: list[Ten
         plain = kind.vjp is torch.autograd.Function.vjp
         results = (kind.backward if plain else kind.vjp)(ctx, *grads)
     results = results if isinstance(results, tuple | list) else (results,)
-    return [_to_parameter(w, cast(Tensor | None, results[w.argument])) for w in weights]
+    taken = {_memory(tensor) for tensor in (*grads, *ctx.saved_tensors) if isinstance(tensor, Tensor)}
+    found: list[Tensor | None] = []
+    for weight in weights:
+        grad = _to_parameter(weight, cast(Tensor | None, results[weight.argument]))
+        if grad is not None:
+            if _memory(grad) in taken:  # a parameter's gradient is added to in place
+                grad = grad.clone()
+            taken.add(_memory(grad))
+        found.append(grad)
+    return found
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for tensors that share memory; of a tensor made of others, its identity."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return id(tensor)
 
 
 def _to_parameter(weight: _Weight, grad: Tensor | None) -> Tensor | None:

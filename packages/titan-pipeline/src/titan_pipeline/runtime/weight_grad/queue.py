@@ -139,7 +139,11 @@ def accumulate(pairs: Iterable[tuple[Tensor, Tensor]], through_autograd: bool = 
             # FSDP2 asks for sums in the precision of its reduction
             wanted = getattr(parameter, "grad_dtype", None)
             own = grad if wanted is None or wanted == grad.dtype else grad.to(wanted)
-            parameter.grad = own.contiguous() if parameter.is_contiguous() else own
+            if parameter.is_contiguous():
+                own = own.contiguous()
+            elif own.stride() != parameter.stride():
+                own = torch.empty_like(parameter, dtype=own.dtype).copy_(own)
+            parameter.grad = own
     if parameters:
         torch.autograd.backward(parameters, grads)
 
