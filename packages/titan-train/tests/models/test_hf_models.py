@@ -176,6 +176,21 @@ def test_an_argument_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     assert same.config.attention_dropout == 0.0
 
 
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])  # with a plan, without one
+def test_rows_beyond_the_short_factors_of_longrope_are_refused(kind: str, tmp_path: Path) -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    content = {"model_type": kind, "max_position_embeddings": 128, "rope_scaling": scaling, "num_key_value_heads": 2}
+    content |= {"original_max_position_embeddings": 32, "pad_token_id": 0}
+    if kind == "phimoe":
+        scaling |= {"short_mscale": 1.0, "long_mscale": 1.0, "original_max_position_embeddings": 32}
+        content |= {"num_local_experts": 4}
+    described(tmp_path, content)
+    shorter = {"original_max_position_embeddings": 16}
+    content |= shorter | {"rope_scaling": scaling | (shorter if kind == "phimoe" else {})}
+    with pytest.raises(ValueError, match=r"model.seq_len=32 is longer than the 16 positions.*longrope.*at most 16"):
+        described(tmp_path, content)
+
+
 def test_a_folder_that_is_no_decoder_of_transformers_is_refused(tmp_path: Path) -> None:
     def refused(content: Any, words: str) -> None:
         (tmp_path / "config.json").write_text(content if isinstance(content, str) else json.dumps(content))

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.metadata
+from collections.abc import Iterator
 from typing import Any, cast
 
 from titan_train.models.hf.folder import folder_of, read_published, with_changes
@@ -109,7 +110,7 @@ def check_configuration(name: str, config: Any, vocab_size: int | None, seq_len:
         seq_len: Tokens of a row.
 
     Raises:
-        ValueError: A token would have no embedding, or rows have positions that the model does not have.
+        ValueError: A token would have no embedding, or rows have positions that the model does not have or rotates otherwise.
     """
     rows = getattr(config.get_text_config(), "vocab_size", None)
     if vocab_size is not None and rows is not None and rows < vocab_size:
@@ -123,3 +124,19 @@ def check_configuration(name: str, config: Any, vocab_size: int | None, seq_len:
             f"model.seq_len={seq_len} is longer than the {longest} positions of {folder_of(name)}: the nearest valid choice is "
             f"{longest}. To extend it, set model.args.max_position_embeddings={seq_len}, and a larger rotary base or a scaling."
         )
+    short = min(_short_ropes(config), default=seq_len)
+    if short < seq_len:
+        raise ValueError(
+            f"model.seq_len={seq_len} is longer than the {short} positions of the short factors of {folder_of(name)} "
+            "(rope_type longrope, original_max_position_embeddings): transformers chooses factors by the largest position of a "
+            "call, so documents of one row, and ranks that share a row, would change each other's rotation. Set model.seq_len to "
+            f"at most {short}, or use a folder with another scaling (yarn, llama3)."
+        )
+
+
+def _short_ropes(config: Any) -> Iterator[int]:
+    """Positions up to which rotations of LongRoPE have their short factors: one number, or one for each sort of layer."""
+    ropes: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            yield int(cast("dict[str, Any]", rope)["original_max_position_embeddings"])
