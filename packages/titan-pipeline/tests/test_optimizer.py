@@ -6,10 +6,13 @@ import math
 import pytest
 
 torch = pytest.importorskip("torch")
+testing = pytest.importorskip("titan_testing")
 
 from titan_pipeline import build_schedule  # noqa: E402
 from titan_pipeline.runtime import Executor, Optimistic, ThreadHub, TorchStage, clip_grad_norm  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
 
 RANKS, STEPS, CLIP = 4, 50, 20.0
 
@@ -106,3 +109,34 @@ def test_an_optimistic_step_must_be_settled_before_the_next():
     lazy.step()
     with pytest.raises(RuntimeError, match="not settled"):
         lazy.step()
+
+
+def _unsummed():
+    """Clips gradients whose parts on two ranks are still to be summed; ``rank + 1`` on each."""
+    mesh = init_device_mesh("cpu", (2,))
+    module = nn.ParameterList([DTensor.from_local(torch.ones(3), mesh, [p]) for p in (Replicate(), Shard(0))])
+    for parameter, placement in zip(module, (Partial(), Shard(0)), strict=True):
+        parameter.grad = DTensor.from_local(torch.full((3,), mesh.get_local_rank() + 1.0), mesh, [placement])
+    executor = Executor(build_schedule("gpipe", 1, 1), [TorchStage(module, 0)])
+    norm = clip_grad_norm(executor, 1.0)
+    return norm, clip_grad_norm(executor, math.inf), [p.grad.full_tensor() for p in module]
+
+
+def test_gradients_that_are_not_summed_over_their_mesh_yet_count_as_their_sum():
+    whole = [torch.full((3,), 3.0), torch.tensor([1.0] * 3 + [2.0] * 3)]
+    expected = math.sqrt(sum(float(g.square().sum()) for g in whole))
+    for norm, after, grads in testing.run_ranks(_unsummed, 2):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert after == pytest.approx(1.0, rel=1e-5)
+        for grad, e in zip(grads, whole, strict=True):
+            torch.testing.assert_close(grad, e / expected)
+
+
+def test_parameters_to_skip_may_come_as_a_generator():
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    executor = Executor(build_schedule("gpipe", 1, 1), [TorchStage(layers, 0, loss=loss_sum)])
+    executor.step([torch.ones(1, 2)], [torch.ones(1, 2)])
+    before = [p.grad.clone() for p in layers.parameters()]
+    clip_grad_norm(executor, 1e-3, skip=layers[1].parameters())
+    kept = [torch.equal(p.grad, b) for p, b in zip(layers.parameters(), before, strict=True)]
+    assert kept == [False, False, True, True]

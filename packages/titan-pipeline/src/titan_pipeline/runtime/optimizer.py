@@ -26,7 +26,7 @@ def clip_grad_norm(executor: Executor, max_norm: float, *, skip: Iterable[Tensor
     """Scale the gradients of all stages so that their global 2-norm is at most ``max_norm``.
 
     Call on every rank, with the same ``max_norm``. A tied weight counts once, on its first stage. Gradients may be
-    sharded (FSDP2, tensor-parallel): the norm is that of the whole.
+    sharded (FSDP2, tensor-parallel) or partial sums: the norm is that of the whole.
 
     Args:
         executor: Its stages must have a ``module``.
@@ -36,6 +36,7 @@ def clip_grad_norm(executor: Executor, max_norm: float, *, skip: Iterable[Tensor
     Returns:
         The norm before clipping, the same on every rank. Non-finite norms scale nothing.
     """
+    skip = tuple(skip)
     parameters = _parameters(executor, skip)
     norm = _global_norm(executor, parameters)
     _scale(executor, norm, max_norm, skip)
@@ -126,7 +127,8 @@ def _module(executor: Executor, stage: int) -> torch.nn.Module:
 def _global_norm(executor: Executor, parameters: Sequence[Tensor]) -> float:
     """Sum in float64 in the order of ranks, so that every rank gets the same bits.
 
-    Sharded gradients (DTensor) are summed over the ranks of their own mesh first. Every rank of a stage holds the same
+    Squares of sharded gradients (DTensor) are summed over the ranks of their own mesh first; gradients that are partial sums
+    there (of a sequence-parallel norm's weight) are summed before they are squared. Every rank of a stage holds the same
     parameters in the same order, so these sums are collectives in the same order.
     """
     local = 0.0
@@ -134,6 +136,8 @@ def _global_norm(executor: Executor, parameters: Sequence[Tensor]) -> float:
     for p in parameters:
         grad = cast(Tensor, p.grad).detach()
         if isinstance(grad, DTensor):
+            if any(q.is_partial() for q in grad.placements):
+                grad = grad.redistribute(placements=[Replicate() if q.is_partial() else q for q in grad.placements])
             layout = (grad.device_mesh, tuple(Partial() if q.is_shard() else Replicate() for q in grad.placements))
             square = grad.to_local().double().square().sum()
             shards[layout] = shards[layout] + square if layout in shards else square
