@@ -174,6 +174,47 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         ModelConfig(init="DIR")
 
 
+def test_a_run_of_a_folder_with_other_arguments_is_refused_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sys.path.insert(0, str(PARALLEL))
+    import composition
+    import hf_folders
+    import titan_fsdp as fsdp
+    from titan_ckpt import Checkpointer, TrainState
+    from titan_train.config import dump_config
+    from titan_train.models import init_for
+    from titan_train.run_folder import keep_model
+    from titan_train.train.warm_start import check_run_init
+
+    source, run = hf_folders.make(tmp_path / "published", "llama", vocab_size=264), tmp_path / "runs" / "parent"
+    theirs = {"name": f"hf:{source}", "seq_len": 32, "args": {"rms_norm_eps": 1e-5}}
+    parent = parse_config(composition.tree(tmp_path, "parent", {"model": theirs}))
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text(dump_config(parent))
+    keep_model(parent, run)
+    model = build_model(parent.model, vocab_size=264)
+    fsdp.materialize(model, "cpu", init_for(model), seed=0)
+    with Checkpointer(run / "checkpoints") as checkpointer:
+        checkpointer.save(4, TrainState(model=model, rng=False))
+
+    def check(args: dict[str, Any], name: str = f"hf:{source}", changes: tuple[str, ...] = ()) -> None:
+        ours = ModelConfig(name=name, seq_len=32, init=f"run:{run}@4", args=args, init_changes=changes)
+        check_run_init(ours.init, build_model(ours, vocab_size=264), ours)
+
+    for name in (f"hf:{source}", f"hf:{run / 'model'}"):
+        check({"rms_norm_eps": 1e-5}, name)
+        with pytest.raises(ValueError, match=r"model.init='run:.*rms_norm_eps=0.1 should be 1e-05"):
+            check({"rms_norm_eps": 0.1}, name)
+    with pytest.raises(
+        ValueError, match=r"rope_parameters=.*'rope_theta': 1000000.0.* should be .*'rope_theta': 500000.0"
+    ):
+        check({"rms_norm_eps": 1e-5, "rope_parameters.rope_theta": 1e6})
+    longer = {"rms_norm_eps": 1e-5, "rope_parameters.rope_theta": 1e6}
+    check(longer, changes=("rope_parameters",))
+    again = changed(source, tmp_path / "changed", rms_norm_eps=1e-5)  # the same by another folder's file
+    check({}, again)
+
+
 def memory_of_a_start(folder: Path, init: str) -> tuple[float, float]:
     """MiB of this rank's own memory: its parameters, and the most above what it held before the model was built."""
     import threading

@@ -5,6 +5,7 @@ name. Then each rank reads the boxes it holds straight from the files, under any
 its own parameters and one slice. A run's checkpoint is read as a resume reads it; its arguments are compared in the same way.
 """
 
+import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import nn
 from titan_train.config.model import ModelConfig
 from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
-from titan_train.models.hf.folder import PREFIX, folder_of, read_published
+from titan_train.models.hf.folder import PREFIX, folder_of, read_published, split_depth, with_changes
 from titan_train.models.hf.names import as_files_have, unread
 from titan_train.models.hf.plan import HFPlan
 from titan_train.models.registry import family_of
@@ -116,7 +117,9 @@ def check_run_init(init: str, whole: nn.Module, config: ModelConfig) -> tuple[Pa
     folder, step = find_start(init, "model.init")
     check_saved_model(f"model.init={init!r}", folder, StepReader(checkpoint_folders(folder)[step]), whole)
     their_config = read_config(folder).model
-    if their_config.name == config.name:
+    if their_config.name.startswith(PREFIX) and config.name.startswith(PREFIX):
+        _compare_published(init, their_config, whole, config)
+    elif their_config.name == config.name:
         _compare_args(init, their_config, config)
     return folder, step
 
@@ -166,6 +169,19 @@ def _compare_args(init: str, theirs: ModelConfig, ours: ModelConfig) -> None:
         )
 
 
+def _compare_published(init: str, theirs: ModelConfig, whole: nn.Module, ours: ModelConfig) -> None:
+    """Refuse other settings of a model of transformers, whichever folders describe the two."""
+    family = family_of(whole)
+    assert family is not None
+    hf = family.load_hf()
+    _, changes = split_depth(theirs.name, theirs.args)
+    published = read_published(theirs.name)
+    args: Any = whole.args
+    known = args.kind.from_dict(copy.deepcopy(published)).to_dict()
+    described = with_changes(published, changes, known=known)
+    _compare(init, hf.settings_of(hf.args_from(described)), hf.settings_of(args), ours.init_changes)
+
+
 def _shown(args: Mapping[str, Any], key: str) -> str:
     return repr(args[key]) if key in args else "the default"
 
@@ -182,8 +198,11 @@ def _compare(init: str, published: Mapping[str, object], model: Mapping[str, obj
     differing = {name for name in known if name not in changes and published.get(name) != model.get(name)}
     if differing:
         lines = "; ".join(f"{name}={model.get(name)!r} should be {published.get(name)!r}" for name in sorted(differing))
+        what = (
+            "that run's model is another one" if init.startswith("run:") else "its config.json describes another model"
+        )
         raise ValueError(
-            f"model.init={init!r}: its config.json describes another model: {lines}. The weights would give other logits. "
+            f"model.init={init!r}: {what}: {lines}. The weights would give other logits. "
             "Set these values under [model.args]; or, for continued training with others, name them in model.init_changes."
         )
 
