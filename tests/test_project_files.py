@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -112,12 +113,17 @@ def test_the_image_and_the_recipe_install_every_package() -> None:
 
 
 def test_the_release_script_reads_a_good_tag_and_refuses_others(tmp_path: Path) -> None:
-    read_tag = runpy.run_path(str(ROOT / ".github/release.py"))["read_tag"]
-    # One that is ready for a release: the others' changelogs begin with what is unreleased.
-    ready = next(
-        path.parent for path in sorted(ROOT.glob("packages/*/CHANGELOG.md")) if "## Unreleased" not in path.read_text()
-    )
-    name, version = ready.name, tomllib.loads((ready / "pyproject.toml").read_text())["project"]["version"]
+    name = PACKAGES[0]
+    given, root = ROOT / "packages" / name, tmp_path / "repository"
+    version = tomllib.loads((given / "pyproject.toml").read_text())["project"]["version"]
+    (root / ".github").mkdir(parents=True)
+    (root / "packages" / name).mkdir(parents=True)
+    shutil.copy(ROOT / ".github/release.py", root / ".github")
+    shutil.copy(given / "pyproject.toml", root / "packages" / name)
+    before, unreleased, released = (given / "CHANGELOG.md").read_text().partition("## Unreleased")
+    changelog = before + f"## {version} (2026-12-01)" + released if unreleased else before  # ready for a release
+    (root / "packages" / name / "CHANGELOG.md").write_text(changelog)
+    read_tag = runpy.run_path(str(root / ".github/release.py"))["read_tag"]
     package, found, notes = read_tag(f"{name}-v{version}")
     assert (package, found) == (name, version)
     assert notes.strip()
@@ -131,7 +137,7 @@ def test_the_release_script_reads_a_good_tag_and_refuses_others(tmp_path: Path) 
             read_tag(tag)
     command = [
         sys.executable,
-        str(ROOT / ".github/release.py"),
+        str(root / ".github/release.py"),
         f"{name}-v{version}",
         "--notes",
         str(tmp_path / "n.md"),

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from titan_cp.backends.autocast import no_autocast
 from titan_cp.backends.backend import DenseBackend, Request, Saved
-from titan_cp.planning.costs import accumulator_dtype
+from titan_cp.planning.costs import accumulator_dtype, no_autocast
 
 
 class Naive(DenseBackend):

@@ -22,6 +22,7 @@ Source: byte counts as derived for ring attention (arXiv 2310.01889), DeepSpeed-
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -290,3 +291,9 @@ def _pairs_at_least(
 
     a, b = a - distance, b - distance
     return triangle(b - c) - triangle(a - c) - triangle(b - d) + triangle(a - d)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A block without autocast; on devices that have none (meta), nothing."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

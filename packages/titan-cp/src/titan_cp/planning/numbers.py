@@ -23,9 +23,8 @@ from titan_cp.planning.costs import (
 from titan_cp.planning.documents import document_degrees, work_of
 from titan_cp.planning.exchange import Round, plan_rounds, rows_needed
 from titan_cp.planning.layouts import plan_ranges
-from titan_cp.planning.once import build_once
 from titan_cp.planning.ranges import Ranges, split_ranges
-from titan_cp.planning.tiles import Tiles, plan_tiles
+from titan_cp.planning.tiles import Tiles, build_once, plan_tiles
 from titan_cp.planning.tokens import TokenOrder, token_order
 
 

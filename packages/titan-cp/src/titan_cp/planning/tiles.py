@@ -23,16 +23,19 @@ row to the next both bounds do the same until the next cut. Runs of equal steps 
 Cost: array operations on the pieces of both ranks, and one Python object per tile.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from titan_cp.planning.once import build_once
 from titan_cp.planning.ranges import Ranges, piece_arrays
+
+_FAKE = "in the newest fake mode"
 
 
 class Tile(NamedTuple):
@@ -201,3 +204,31 @@ def _steps(runs: _Runs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     kind, count = kind[count > 0], count[count > 0]
     groups = np.flatnonzero(np.diff(kind, prepend=kind[0] - 1))
     return kind[groups], np.add.reduceat(count, groups)
+
+
+def build_once(kept: MutableMapping[Hashable, Any], key: Hashable, build: Callable[[], Any]) -> Any:
+    """What ``build`` makes: ``kept[key]``, built where it is missing.
+
+    A plan serves inference and training alike, and rehearsals with fake tensors (``FakeTensorMode``). A tensor made in inference
+    mode may not be saved for a backward, so nothing is built in that mode; a fake one has no values, so it serves the mode that
+    it was made in alone.
+    """
+    if torch.compiler.is_compiling():  # a part of the graph, which makes real tensors
+        if key not in kept:
+            kept[key] = build()
+        return kept[key]
+    if is_in_torch_dispatch_mode() and (mode := detect_fake_mode()) is not None:
+        kept = _kept_in(mode, kept)
+    if key not in kept:
+        with torch.inference_mode(False):
+            kept[key] = build()
+    return kept[key]
+
+
+def _kept_in(mode: object, kept: MutableMapping[Hashable, Any]) -> MutableMapping[Hashable, Any]:
+    """The part of ``kept`` that was built in a fake mode; only that of the newest one lasts."""
+    newest, found = kept.get(_FAKE, (None, {}))
+    if newest is not mode:
+        found = {}
+        kept[_FAKE] = mode, found
+    return found

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_cp.backends.autocast import no_autocast
 from titan_cp.methods.compiling import graph_break
-from titan_cp.planning.costs import accumulator_dtype
+from titan_cp.planning.costs import accumulator_dtype, no_autocast
 from titan_cp.planning.groups import check_group
 from titan_cp.planning.plan import AttentionPlan
 from titan_cp.planning.tokens import to_device

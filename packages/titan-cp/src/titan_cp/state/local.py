@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from titan_cp.backends.autocast import no_autocast
-from titan_cp.planning.costs import accumulator_dtype
+from titan_cp.planning.costs import accumulator_dtype, no_autocast
 from titan_cp.state.chunks import CHANNEL_CHUNK, HEAD_CHUNK, ChunkGrid, make_chunks, read_chunks
 from titan_cp.state.kernels import choose_state_kernel
 

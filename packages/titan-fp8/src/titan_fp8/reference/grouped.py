@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_fp8.reference.autocast import no_autocast
 from titan_fp8.reference.cast import cast_block, cast_mx, cast_row, cast_tensor
-from titan_fp8.reference.matmul import dequantize
+from titan_fp8.reference.matmul import dequantize, no_autocast
 from titan_fp8.reference.results import pad_matrix, padded_tokens
 from titan_fp8.reference.scale import encode_decode_scales, finite_amax, round_to_float8
 

@@ -5,10 +5,16 @@ cores take. This is what the CPU runs and what a device's result is compared wit
 narrower (about 14 bits, promoted to float32 every 128 terms unless fast accumulation is asked for).
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
-from titan_fp8.reference.autocast import no_autocast
+
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A block without autocast; on devices that have none (meta), nothing."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def dequantize(q: Tensor, scale: Tensor, scaling: str) -> Tensor:
