@@ -215,6 +215,27 @@ def test_a_run_of_a_folder_with_other_arguments_is_refused_by_name(tmp_path: Pat
     check({}, again)
 
 
+@pytest.mark.parametrize("kind", ["kimi_linear", "olmo_hybrid"])
+def test_adapters_are_put_on_convolutions_that_files_have_in_parts(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    sys.path.insert(0, str(PARALLEL))
+    import hf_folders
+    import titan_fsdp as fsdp
+    from titan_train.models import init_for
+    from titan_train.train.warm_start import load_init
+
+    folder = hf_folders.make(tmp_path / kind, kind)
+    logits: list[torch.Tensor] = []
+    for rank in (0, 4):
+        choice = ModelConfig(name=f"hf:{folder}", init=f"hf:{folder}", seq_len=32, lora_rank=rank)
+        model = build_model(choice, vocab_size=96)
+        fsdp.materialize(model, "cpu", init_for(model), seed=0)
+        load_init(choice.init, [model], whole=model, config=choice, shards={})
+        with torch.no_grad():
+            logits.append(model.eval()(torch.arange(32)[None]))
+    assert torch.equal(*logits)  # adapters begin as none
+
+
 def memory_of_a_start(folder: Path, init: str) -> tuple[float, float]:
     """MiB of this rank's own memory: its parameters, and the most above what it held before the model was built."""
     import threading

@@ -167,7 +167,7 @@ def _apply_plan(model: Any, plan: HFPlan, *, split: bool) -> None:
             if has_state(module):
                 take_over(module)
                 model.has_state = True
-                if plan.convolution and split:
+                if plan.convolution:
                     widths = {part: int(getattr(module, width)) for part, width in plan.convolution.items()}
                     module.conv1d = SplitConvolution(module.conv1d, widths)
         if plan.experts:
