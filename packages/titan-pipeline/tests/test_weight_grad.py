@@ -254,6 +254,102 @@ def test_accumulation_through_autograd_reaches_the_nodes():
     handle.remove()
 
 
+class Hooked(nn.Module):
+    """Scales the gradient of a layer's output, and clips that of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.inner(x))
+        out = self.outer(hidden)
+        for tensor, hook in ((hidden, lambda g: g.clamp(-0.1, 0.1)), (out, lambda g: 0.1 * g), (out, lambda g: g + 1)):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+        return out
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_tensor_hooks_act_on_deferred_gradients_too(shape):
+    torch.manual_seed(0)
+    module, x, grad = Hooked(), torch.randn(shape), torch.randn(shape)
+    expected_x, expected = plain_grads(module, x, grad)
+    got_x, got, between = split_grads(module, x, grad)
+    assert torch.equal(got_x, expected_x)
+    assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+    assert all(g is None for g in between)
+
+
+class ChangesInput(nn.Module):
+    """Changes a layer's input in place after the layer has run."""
+
+    def __init__(self, freeze):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.inner.weight.requires_grad_(not freeze)
+
+    def forward(self, x):
+        hidden = 2 * x
+        out = self.inner(hidden)
+        hidden.mul_(0.5)
+        return out + hidden
+
+
+def test_an_input_that_changes_after_its_layer_is_refused_as_by_autograd():
+    x, grad = torch.randn(3, 4), torch.randn(3, 4)
+    for run in (plain_grads, split_grads):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run(ChangesInput(freeze=False), x, grad)
+    frozen = ChangesInput(freeze=True)
+    _, got, _ = split_grads(frozen, x, grad)
+    assert torch.equal(got[1], grad.sum(0))
+
+
+class Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class Stops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Stopped.apply(self.inner(x)) + self.other(x)
+
+
+def test_a_layer_whose_output_gets_no_gradient_gets_none():
+    module, grad = Stops(), torch.randn(3, 4)
+    _, got, _ = split_grads(module, torch.randn(3, 4), grad)
+    assert got[:2] == [None, None]
+    assert torch.equal(got[3], grad.sum(0))
+
+
+class ByName(nn.Module):
+    """Calls its layers with the name of their argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.layer = nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        return self.layer(input=self.norm(input=self.table(input=tokens)))
+
+
+def test_layers_may_be_called_by_name():
+    module, tokens, grad = ByName(), torch.randint(5, (3,)), torch.randn(3, 4)
+    _, expected = plain_grads(module, tokens, grad)
+    _, got, _ = split_grads(module, tokens, grad, index=0)
+    assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+
+
 def test_a_weight_used_twice_is_accumulated_once_with_the_sum():
     shared = nn.Linear(4, 4)
     twice = nn.Sequential(shared, nn.Tanh(), shared)

@@ -15,7 +15,7 @@ small vector, and keeping their input for later would cost more memory than it s
 accumulation waits for W too, for those who want a parameter untouched until then.
 
 A linear layer needs no function of its own for that: its product runs with the detached weight, and a hook on its
-output makes the note. The hook holds the input, which is right for a layer that saves it anyway and wrong where
+output's node makes the note. The hook holds the input, which is right for a layer that saves it anyway and wrong where
 somebody else decides what is saved: inside ``torch.utils.checkpoint`` or another saved-tensor hook, and where the input
 needs no gradient, an autograd function takes its place. It saves the input by autograd's way, and runs again in the
 recomputation: one recomputation per block. Gradients are bit-equal to autograd's: the products are the ones its formulas

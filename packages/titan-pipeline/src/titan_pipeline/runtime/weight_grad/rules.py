@@ -12,20 +12,29 @@ from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Deferring, Rule,
 
 
 class LinearHook:
-    """On the output of a linear layer: turns the arriving gradient into a note."""
+    """On the node of a linear layer's output: turns the gradient that arrives, tensor hooks included, into a note."""
 
-    __slots__ = ("__weakref__", "engine", "owners", "x")
+    __slots__ = ("__weakref__", "engine", "owners", "version", "x")
 
     def __init__(self, engine: Deferring, owners: tuple[Tensor, ...], x: Tensor) -> None:
         self.engine = engine
         self.owners = owners
         self.x: Tensor | None = x
+        self.version = x._version
 
-    def __call__(self, grad: Tensor) -> None:
+    def __call__(self, grads: Sequence[Tensor | None]) -> None:
         x, self.x = self.x, None
         queue = self.engine.queue
-        if queue is None:
+        if queue is None or x is None:
             raise RuntimeError(ELSEWHERE)
+        (grad,) = grads
+        if grad is None:
+            return
+        if x._version != self.version and any(owner.dim() == 2 for owner in self.owners):
+            raise RuntimeError(
+                f"the input of a linear layer, of shape {list(x.shape)}, has been modified by an inplace operation after the "
+                "layer ran, and its weight gradient needs it as it was. Use the operation that makes a new tensor."
+            )
         queue.notes.append((self.owners, _linear_grads, (self.owners, grad, x)))
 
 
@@ -60,7 +69,7 @@ class _Linear(torch.autograd.Function):
             grad_x = rows.mm(weight) if same else rows.mm(weight.to(grad.dtype)).to(x.dtype)
             if grad.dim() != 2:
                 grad_x = grad_x.view(x.shape)
-        LinearHook(ctx.engine, ctx.owners, x)(grad)
+        LinearHook(ctx.engine, ctx.owners, x)(grads)
         return None, grad_x, None, None, None, None
 
 
@@ -127,34 +136,34 @@ def _itself(grad: Tensor) -> Tensor:
     return grad
 
 
-def _linear_rule(engine: Deferring, module: nn.Linear, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _linear_rule(engine: Deferring, module: nn.Linear, plain: Callable[..., Tensor], input: Tensor) -> Tensor:
     weight, bias = module.weight, cast(nn.Parameter | None, module.bias)
     owners: tuple[Tensor, ...] = (weight,) if weight.requires_grad else ()
     if bias is not None and bias.requires_grad:
         owners = (*owners, bias)
-    plain_tensors = type(weight) is nn.Parameter and type(x) in (Tensor, nn.Parameter)
-    if not owners or not (plain_tensors or (isinstance(weight, DTensor) and isinstance(x, DTensor))):
-        return plain(x)
+    plain_tensors = type(weight) is nn.Parameter and type(input) in (Tensor, nn.Parameter)
+    if not owners or not (plain_tensors or (isinstance(weight, DTensor) and isinstance(input, DTensor))):
+        return plain(input)
     value, offset = weight.detach(), None if bias is None else bias.detach()
-    if not x.requires_grad or others_save():
-        return cast(Tensor, _Linear.apply(engine.anchor, x, value, offset, owners, engine))
-    out = F.linear(x, value, offset)
-    out.register_hook(LinearHook(engine, owners, x.detach()))
+    if not input.requires_grad or others_save():
+        return cast(Tensor, _Linear.apply(engine.anchor, input, value, offset, owners, engine))
+    out = F.linear(input, value, offset)
+    cast(Any, out.grad_fn).register_prehook(LinearHook(engine, owners, input.detach()))
     return out
 
 
-def _embedding_rule(engine: Deferring, module: nn.Embedding, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _embedding_rule(engine: Deferring, module: nn.Embedding, plain: Callable[..., Tensor], input: Tensor) -> Tensor:
     weight = module.weight
     special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
     if special or type(weight) is not nn.Parameter or not weight.requires_grad:
-        return plain(x)
+        return plain(input)
     padding = -1 if module.padding_idx is None else module.padding_idx
-    return cast(Tensor, _Embedding.apply(engine.anchor, x, weight.detach(), padding, [weight], engine))
+    return cast(Tensor, _Embedding.apply(engine.anchor, input, weight.detach(), padding, [weight], engine))
 
 
-def _layer_norm_rule(engine: Deferring, module: nn.LayerNorm, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _layer_norm_rule(engine: Deferring, module: nn.LayerNorm, plain: Callable[..., Tensor], input: Tensor) -> Tensor:
     weight, bias = (_wait(engine, p) for p in (module.weight, module.bias))
-    return F.layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+    return F.layer_norm(input, module.normalized_shape, weight, bias, module.eps)
 
 
 def _rms_norm_rule(engine: Deferring, module: nn.RMSNorm, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
