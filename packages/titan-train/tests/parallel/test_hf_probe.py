@@ -14,6 +14,7 @@ from titan_train.config import parse_config
 from titan_train.config.model import ModelConfig
 from titan_train.launch.validate import validate
 from titan_train.models import build_model
+from titan_train.models.hf.probe import probe
 from titan_train.train.warm_start import check_init, load_init
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -55,6 +56,21 @@ def test_a_family_whose_masks_know_no_documents_is_given_masks(kind: str, tmp_pa
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     packed, alone = packed_and_alone(model.eval())
     torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)  # float32, added in another order
+
+
+@pytest.mark.parametrize("depth", [2, 48])
+def test_factors_of_each_channel_are_cut_as_heads_are(depth: int, tmp_path: Path) -> None:
+    """Phi-3.5's shape: 48 factors for heads of 96 channels; as many layers as factors must not cut them as layers."""
+    published = {
+        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": depth, "vocab_size": 264,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 131072, "pad_token_id": 0,
+        "original_max_position_embeddings": 4096, "rope_theta": 10000.0, "sliding_window": 262144,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "rope_scaling": {"type": "longrope", "long_factor": [1.0 + i / 2 for i in range(48)], "short_factor": [1.0] * 48},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    model: Any = build_model(ModelConfig(name=f"hf:{tmp_path}", seq_len=32), vocab_size=264)
+    probe(model, f"hf:{tmp_path}", packed=True, staged=True, drawn=True)
 
 
 @pytest.mark.parametrize("kind", LEAKING)

@@ -34,6 +34,8 @@ _WINDOW = re.compile(
     r"|(compressed_sparse|heavily_compressed)_attention)$"
 )
 _LAYER_LIST = re.compile(r"layer|idx|ids|indices")
+_PER_CHANNEL = ("short_factor", "long_factor")
+"""Lists with a number for each pair of rotated channels."""
 _NUMBERED = re.compile(r"idx|index|layer_id|layer_num|^_|training|name_or_path")
 
 
@@ -104,6 +106,8 @@ def _shorten(table: dict[str, Any], depth: int, layers: int) -> None:
     for key, value in table.items():
         if _DEPTH.match(key) and value == depth:
             table[key] = layers
+        elif key in _PER_CHANNEL:
+            continue
         elif (isinstance(value, list) or (isinstance(value, str) and "pattern" in key)) and len(value) == depth:
             table[key] = value[:layers]
         elif isinstance(value, list) and _LAYER_LIST.search(key):
@@ -122,6 +126,8 @@ def _narrow(table: dict[str, Any], factor: int) -> None:
         return value // factor if type(value) is int and value >= 2 * factor and value % factor == 0 else value
 
     for key, value in table.items():
+        if key in _PER_CHANNEL and isinstance(value, list) and len(cast("list[Any]", value)) % factor == 0:
+            table[key] = value[::factor]
         if _WIDE.search(key) and not _NOT_WIDE.search(key):
             table[key] = scaled(value)
 
