@@ -111,6 +111,51 @@ def test_an_optimistic_step_must_be_settled_before_the_next():
         lazy.step()
 
 
+class WideMomentum(torch.optim.Optimizer):
+    """Momentum in float32 of weights in bfloat16, whose rate falls with every step."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=torch.float32))
+                momentum.mul_(0.9).add_(p.grad.float())
+                p.sub_((group["lr"] * momentum).to(p.dtype))
+            group["lr"] *= 0.9
+
+
+def test_an_undone_step_keeps_the_precision_of_the_optimizers_state():
+    x, y = batch(3)
+
+    def run(optimistic):
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 6).bfloat16()
+        stage = TorchStage(layer, 0, loss=lambda output, target: loss_sum(output.float(), target))
+        executor = Executor(build_schedule("gpipe", 1, 4), [stage])
+        optimizer = WideMomentum(layer.parameters())
+        lazy = Optimistic(executor, optimizer, 5.0)
+        for _ in range(6):
+            optimizer.zero_grad()
+            executor.step([t.bfloat16() for t in x], y)
+            if optimistic:
+                lazy.step()
+                lazy.settle()
+            else:
+                clip_grad_norm(executor, 5.0)
+                optimizer.step()
+        return layer.weight, optimizer.state[layer.weight]["momentum"], optimizer.param_groups[0]["lr"], lazy.undone
+
+    (weight, momentum, rate, undone), (exact_weight, exact_momentum, exact_rate, _) = run(True), run(False)
+    assert undone > 2
+    assert momentum.dtype == torch.float32
+    assert torch.equal(momentum, exact_momentum)
+    assert torch.equal(weight, exact_weight)
+    assert rate == exact_rate
+
+
 def _unsummed():
     """Clips gradients whose parts on two ranks are still to be summed; ``rank + 1`` on each."""
     mesh = init_device_mesh("cpu", (2,))

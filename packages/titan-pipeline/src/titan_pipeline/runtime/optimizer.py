@@ -60,7 +60,7 @@ class Optimistic:
         self._executor = executor
         self._optimizer = optimizer
         self._max_norm = max_norm
-        self._snapshot: tuple[list[Tensor], dict[str, Any]] | None = None
+        self._snapshot: _Snapshot | None = None
         self.undone = 0
         """Steps that had to be redone or dropped so far."""
 
@@ -68,8 +68,7 @@ class Optimistic:
         """Step at once with this rank's gradients as they are, if they are finite."""
         if self._snapshot is not None:
             raise RuntimeError("the last step is not settled yet. Call settle() on every rank first.")
-        weights = [p.detach().clone() for p in self._weights()]
-        self._snapshot = (weights, copy.deepcopy(self._optimizer.state_dict()))
+        self._snapshot = _Snapshot(self._optimizer)
         self._optimizer.step()
 
     def settle(self) -> tuple[float, bool]:
@@ -81,23 +80,42 @@ class Optimistic:
         """
         if self._snapshot is None:
             raise RuntimeError("there is no step to settle. Call step() first.")
-        weights, state = self._snapshot
-        self._snapshot = None
+        before, self._snapshot = self._snapshot, None
         norm = _global_norm(self._executor, _parameters(self._executor, ()))
         if math.isfinite(norm) and not norm > self._max_norm:
             return norm, True
         self.undone += 1
-        with torch.no_grad():
-            for parameter, value in zip(self._weights(), weights, strict=True):
-                parameter.copy_(value)
-        self._optimizer.load_state_dict(state)
+        before.put_back(self._optimizer)
         if math.isfinite(norm):
             _scale(self._executor, norm, self._max_norm, ())
             self._optimizer.step()
         return norm, False
 
-    def _weights(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+class _Snapshot:
+    """An optimizer's parameters, state and settings. Not its ``state_dict``, which comes back in the weights' data type."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._weights = [p.detach().clone() for p in _weights(optimizer)]
+        self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+        self._settings = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call once: the optimizer goes on with what is kept here."""
+        with torch.no_grad():
+            for parameter, value in zip(_weights(optimizer), self._weights, strict=True):
+                parameter.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(self._state)
+        for group, settings in zip(optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _parameters(executor: Executor, skip: Iterable[Tensor]) -> list[Tensor]:
