@@ -345,6 +345,22 @@ def test_wrong_batches_and_stages_are_refused_with_what_to_do():
         executor.step(batch(4, "even")[0], targets)
 
 
+def test_an_evaluation_needs_targets_and_a_loss_one_number():
+    inputs, targets = batch(4, "even")
+
+    def executor(loss=loss_sum):
+        return Executor(build_schedule("gpipe", 1, 4), [TorchStage(nn.Sequential(*build_layers(2)), 0, loss=loss)])
+
+    with pytest.raises(ValueError, match="needs 4 targets, got none"):
+        executor().evaluate(inputs)
+    for run in ("step", "evaluate"):
+        with pytest.raises(ValueError, match=r"targets of microbatches \[1, 3\] are None.*Give"):
+            getattr(executor(), run)(inputs, [targets[0], None, targets[2], None])
+        with pytest.raises(ValueError, match=r"loss of stage 0 has shape \[1\].*scalar"):
+            getattr(executor(lambda output, target: loss_sum(output, target)[None]), run)(inputs, targets)
+    assert len(executor().infer(inputs)) == 4
+
+
 def test_deterministic_refuses_an_order_that_one_process_would_not_have():
     text = build_schedule("gpipe", 1, 2).to_text().replace("0B0 0B1", "0B1 0B0")
     with pytest.raises(ValueError, match="deterministic=True"):

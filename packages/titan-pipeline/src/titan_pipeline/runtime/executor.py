@@ -191,7 +191,8 @@ class Executor:
         self, inputs: Sequence[Any] | None = None, *, extras: Sequence[Mapping[str, Any]] | None = None
     ) -> list[Any]:
         """The outputs of the last stage by microbatch, on its rank; an empty list elsewhere."""
-        outputs = self._run(self._evaluation(), StepBatch(inputs, None, extras, None, None, training=False))[1]
+        batch = StepBatch(inputs, None, extras, None, None, training=False, wants_loss=False)
+        outputs = self._run(self._evaluation(), batch)[1]
         return [outputs[mb] for mb in sorted(outputs)]
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:

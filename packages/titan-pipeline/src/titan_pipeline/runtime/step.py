@@ -28,6 +28,8 @@ class StepBatch:
     denominator: float | Tensor | None
     aux_weight: float | None
     training: bool
+    wants_loss: bool = True
+    """False for an inference, whose results are the last stage's outputs."""
 
 
 class StepRun:
@@ -92,7 +94,7 @@ class StepRun:
             raise ValueError(
                 f"the schedule runs {m} microbatches but got {len(batch.extras)} extras. Give one per microbatch."
             )
-        if self._last in self.stages and (batch.training or batch.targets is not None):
+        if self._last in self.stages and batch.wants_loss:
             self._check_targets(m)
 
     def _check_targets(self, m: int) -> None:
@@ -101,6 +103,12 @@ class StepRun:
             raise ValueError(
                 f"rank {self.transport.rank} holds the last stage and needs {m} targets, got {_length(targets)}. "
                 "Give one per microbatch."
+            )
+        absent = [mb for mb, target in enumerate(targets) if target is None]
+        if absent:
+            raise ValueError(
+                f"the targets of microbatches {absent} are None, for which a stage returns outputs and no loss. Give each "
+                "microbatch something; a loss that needs no target may ignore it."
             )
         if self.batch.denominator is None:
             self.denominator = float(m if self._count is None else sum(self._count(t) for t in targets))

@@ -235,19 +235,22 @@ class TorchStage:
                 raise ValueError(
                     f"stage {self.index} is the last and got a target, but no loss. Pass loss= to TorchStage."
                 )
-            return _loss_and_metrics(self._loss(output, target))
+            return self._loss_and_metrics(self._loss(output, target))
         outputs: Any = (output,) if isinstance(output, Tensor) else output
         if is_flat(outputs, training):
             return outputs
         return TensorTree.pack(outputs, lambda t: t.requires_grad)
 
-
-def _loss_and_metrics(result: Any) -> tuple[Any, ...]:
-    """The loss, and what the loss function returned beside it, without its graph."""
-    if not isinstance(result, tuple):
-        return (result,)
-    loss, metrics = cast(tuple[Any, Any], result)
-    return loss, rebuilt(metrics, Tensor, lambda t: t.detach())
+    def _loss_and_metrics(self, result: Any) -> tuple[Any, ...]:
+        """The loss, and what the loss function returned beside it, without its graph."""
+        loss, metrics = cast(tuple[Any, Any], result) if isinstance(result, tuple) else (result, None)
+        if not isinstance(loss, Tensor) or loss.dim():
+            given = f"has shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+            raise ValueError(
+                f"the loss of stage {self.index} {given}, and a backward starts from one number. Return a scalar tensor, "
+                "such as the sum over tokens, or (scalar, metrics)."
+            )
+        return (loss, rebuilt(metrics, Tensor, lambda t: t.detach())) if isinstance(result, tuple) else (loss,)
 
 
 class _Kept(NamedTuple):
