@@ -19,7 +19,9 @@ from titan_train.models.traits import traits_of
 from titan_train.parallel.layout.degrees import Mode, resolve_mode, wrapped_over
 
 
-def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = (), whole: Sequence[str] = ()) -> fsdp.Policy:
+def fsdp_policy(
+    config: Config, mode: Mode, *, experts: Sequence[str] = (), whole: Sequence[str] = (), unused: bool = False
+) -> fsdp.Policy:
     """The titan-fsdp policy that a configuration means.
 
     Args:
@@ -27,6 +29,7 @@ def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = (), whol
         mode: The resolved mode.
         experts: Modules that expert parallelism has cut, to be sharded over the ranks that hold the same ones.
         whole: Modules that are gathered as one unit each, with all that they hold.
+        unused: Some parameters may get no gradient. DistributedDataParallel, which compresses, must be told.
     """
     parallel = config.parallel
     return fsdp.Policy(
@@ -48,6 +51,7 @@ def fsdp_policy(config: Config, mode: Mode, *, experts: Sequence[str] = (), whol
             symmetric_memory=parallel.symmetric_memory,
         ),
         pp=parallel.pp > 1,
+        unused_parameters=unused and mode == "ddp" and parallel.compress != "none",
     )
 
 
@@ -82,7 +86,8 @@ def apply_data_parallel(
     assert mesh is not None
     if mode == "ddp":  # DistributedDataParallel wraps real parameters
         ranks = mesh["dp_replicate"] if layout.spec.cp == 1 else mesh["loss"]
-        plan = fsdp.plan(part, ranks, fsdp_policy(config, mode))
+        of_transformers = traits_of(part).published is not None  # some families' indexers get no gradient
+        plan = fsdp.plan(part, ranks, fsdp_policy(config, mode, unused=of_transformers))
         fsdp.materialize(part, device, init, seed=config.run.seed, skip=skip)
         return plan.apply(part), plan
     experts = [stack.fqn for stack in expert_stacks(part)] if layout.spec.ep > 1 else []
