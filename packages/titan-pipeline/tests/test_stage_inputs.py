@@ -397,6 +397,21 @@ def test_keyword_tensors_reach_every_stage_and_auxiliary_losses_join_the_backwar
             torch.testing.assert_close(p.grad, e.grad, rtol=0, atol=FLOAT64, msg=lambda t, n=n: f"{n}: {t}")
 
 
+def test_a_module_in_a_second_stage_counts_its_auxiliary_loss_once():
+    inputs = data(2)
+    module = positioned(1)[0]
+    extras = [{"positions": torch.arange(4)}] * 2
+    seen = []
+    for _ in range(2):
+        result, _ = train(build_schedule("gpipe", 1, 2), [module], inputs, inputs, extras, aux_loss=lambda m: m.balance)
+        seen.append((result.aux_loss, [p.grad for p in module.parameters()]))
+        module.zero_grad()
+    (first, expected), (second, grads) = seen
+    assert first == second > 0
+    for grad, e in zip(grads, expected, strict=True):
+        assert torch.equal(grad, e)
+
+
 def _sharded_aux(text, gather):
     schedule = Schedule.from_text(text)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))

@@ -64,6 +64,8 @@ class TorchStage:
         self._aux_loss = aux_loss
         self._aux_weight = 0.0
         self._aux_sum: Tensor | None = None
+        self._joins = False
+        """Whether a training forward of this stage runs: its module may be in other stages too, or be called alone."""
         self._keywords = keywords
         self._finish = finish
         if aux_loss is not None:
@@ -202,7 +204,7 @@ class TorchStage:
 
     def _join_aux_loss(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook: lets the auxiliary loss's gradient start where the output's gradient arrives."""
-        if not torch.is_grad_enabled() or self._aux_loss is None:
+        if not self._joins or self._aux_loss is None:
             return None
         aux = self._aux_loss(module)
         if aux is None:
@@ -229,7 +231,11 @@ class TorchStage:
             if missing:
                 raise ValueError(f"stage {self.index} takes extra inputs {missing}, which step() was not given.")
             extra = {k: extra[k] for k in self._keywords}
-        output = self.module(*inputs, **extra)
+        self._joins = training
+        try:
+            output = self.module(*inputs, **extra)
+        finally:
+            self._joins = False
         if target is not None:
             if self._loss is None:
                 raise ValueError(
