@@ -149,7 +149,8 @@ def test_adapters_are_merged_before_their_weights_are_rounded(folder: Path, tmp_
     for target in ("hf", "dcp"):
         assert [check.passed for check in checks[target]] == [True] * 4
         assert checks[target][2].measured == "3 of 3 prompts equal"
-    assert (tmp_path / "model" / "hf" / "adapter" / "adapter_config.json").is_file()
+    adapter = tmp_path / "model" / "hf" / "adapter"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model" / "hf").state_dict()
     adapted = load_run(run_dir, device="cpu").model
     name = "model.layers.0.self_attn.q_proj"

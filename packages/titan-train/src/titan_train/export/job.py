@@ -15,9 +15,11 @@ from torch import nn
 from titan_train.export.float8 import float8_parameters
 from titan_train.export.gguf.folder import gguf_library
 from titan_train.export.hf_folder import DTYPES, ExportDtype
+from titan_train.files import read_toml
 from titan_train.generation import LoadedRun
 from titan_train.generation.run import one_rank
 from titan_train.models.family import Family
+from titan_train.models.hf.folder import PREFIX
 from titan_train.models.hf.lora import merge_adapters, merged_step
 from titan_train.models.registry import family_of
 from titan_train.models.traits import traits_of
@@ -46,6 +48,8 @@ class Job:
     load: Load
     adapted: Any = None
     """The model with its adapters and values, where it has adapters; ``run`` and ``step`` are then the merged model's."""
+    base: str = ""
+    """The folder whose weights the adapters belong to."""
 
     @property
     def family(self) -> Family:
@@ -86,7 +90,14 @@ def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: i
         merged = merge_adapters(trained) if lora else trained
         step = merged_step(merged, Path(folder), one_rank())
         run = replace(run, model=merged.to("meta"))
-        yield job(run=run, step=step, adapted=trained if lora else None)
+        yield job(run=run, step=step, adapted=trained if lora else None, base=_base_of(run_dir, run))
+
+
+def _base_of(run_dir: Path, run: LoadedRun) -> str:
+    """The folder of the weights before adapters, as the run's file names it: the run's own copy holds no weights."""
+    init = run.config.model.init
+    name = init if init.startswith(PREFIX) else read_toml(run_dir / "config.toml")["model"]["name"]
+    return str(name).removeprefix(PREFIX)
 
 
 def _family(run: LoadedRun) -> Family:

@@ -222,7 +222,7 @@ def _write(target: Target, folder: Path, job: Job) -> None:
     if target == "hf":
         _write_hf(folder, job)
         if job.adapted is not None:
-            save_adapter(job.adapted, folder / "adapter", base=run.config.model.name.removeprefix("hf:"))
+            save_adapter(job.adapted, folder / "adapter", base=job.base)
         return
     if target == "gguf":
         source = folder.with_name(f".{folder.name}.hf")
