@@ -361,8 +361,9 @@ def test_an_evaluation_needs_targets_and_a_loss_one_number():
     assert len(executor().infer(inputs)) == 4
 
 
-def test_deterministic_refuses_an_order_that_one_process_would_not_have():
-    text = build_schedule("gpipe", 1, 2).to_text().replace("0B0 0B1", "0B1 0B0")
+@pytest.mark.parametrize("order", ["0B1 0B0", "0I1 0I0 0W0 0W1", "0I0 0I1 0W1 0W0", "0I0 0B1 0W0"])
+def test_deterministic_refuses_an_order_that_one_process_would_not_have(order):
+    text = build_schedule("gpipe", 1, 2).to_text().replace("0B0 0B1", order)
     with pytest.raises(ValueError, match="deterministic=True"):
         Executor(Schedule.from_text(text), [TorchStage(nn.Linear(1, 1), 0)], deterministic=True)
 

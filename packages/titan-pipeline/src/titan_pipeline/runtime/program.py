@@ -70,13 +70,15 @@ def check_order(schedule: Schedule) -> None:
     for rank, program in enumerate(schedule.ranks):
         seen: dict[tuple[bool, int], int] = {}
         for index, (kind, stage, mb) in enumerate(program):
-            if kind not in (Kind.B, Kind.I, Kind.W):
-                continue
-            which = (kind is Kind.W, stage)
-            if seen.get(which, -1) > mb:
-                raise ValueError(
-                    f"deterministic=True, but rank {rank} runs {program[index]} after microbatch {seen[which]}: the "
-                    "gradients of the stage would be summed in another order than in one process. Use a family, whose "
-                    "microbatches stay in order, or deterministic=False."
-                )
-            seen[which] = mb
+            # Some gradients come with the input gradients, in I or B, and the deferred ones in W or B.
+            for deferred in (False, True):
+                if kind is not Kind.B and kind is not (Kind.W if deferred else Kind.I):
+                    continue
+                before = seen.get((deferred, stage), -1)
+                if before > mb:
+                    raise ValueError(
+                        f"deterministic=True, but rank {rank} runs {program[index]} after microbatch {before}: the "
+                        "gradients of the stage would be summed in another order than in one process. Use a family, whose "
+                        "microbatches stay in order, or deterministic=False."
+                    )
+                seen[deferred, stage] = mb
