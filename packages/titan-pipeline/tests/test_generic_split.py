@@ -1,6 +1,7 @@
 """Any operation on a parameter defers its weight gradient; what cannot is right, and is reported."""
 
 import copy
+import re
 import runpy
 from pathlib import Path
 from typing import ClassVar
@@ -9,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from titan_pipeline import build_schedule  # noqa: E402
+from titan_pipeline import Schedule, build_schedule  # noqa: E402
 from titan_pipeline.runtime import Executor, ThreadHub, TorchStage  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -353,6 +354,32 @@ def test_custom_functions_in_a_checkpoint_and_with_hooked_weights_are_right():
     stage.backward_weight(0)
     assert calls == [True]
     assert "hook" in stage.not_deferred["weight"]
+
+
+@pytest.mark.parametrize("split_stages", [[range(4)], [[2, 3], range(4)], [[0, 1]]])
+def test_a_layer_of_two_stages_of_a_rank_survives_a_change_of_schedule(split_stages):
+    shared = nn.Linear(4, 4)
+    modules = [nn.Sequential(m) for m in (shared, nn.Linear(4, 4), shared, nn.Linear(4, 4))]
+    whole = build_schedule("interleaved_1f1b", 1, 4, num_chunks=4)
+    stages = [TorchStage(m, s, loss=nn.functional.mse_loss) for s, m in enumerate(modules)]
+    data = torch.randn(4, 2, 4).unbind()
+    executor = Executor(build_schedule("interleaved_zb", 1, 4, num_chunks=4), stages)
+    partly = []
+    for chosen in split_stages:
+        text = whole.to_text()
+        for s in chosen:
+            text = re.sub(rf"\b{s}B(\d)", rf"{s}I\1 {s}W\1", text)
+        partly.append(Schedule.from_text(text))
+    grads = []
+    for schedule in (whole, *partly, whole):
+        executor.step(data, data)
+        grads.append([p.grad for m in modules for p in m.parameters()])
+        for m in modules:
+            m.zero_grad()
+        executor.swap(schedule)
+    assert all(torch.equal(g, e) for other in grads[1:] for g, e in zip(other, grads[0], strict=True))
+    assert not any("forward" in m.__dict__ for module in modules for m in module.modules())
+    assert [stage.deferred_share for stage in stages] == [0] * 4
 
 
 class LastState(nn.LSTM):

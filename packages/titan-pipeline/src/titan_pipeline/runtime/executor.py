@@ -102,6 +102,8 @@ class Executor:
         self._clock = HostClock() if clock is None else clock
         self._began = 0.0
         self._broken = False
+        self._split: set[int] = set()
+        """Stages whose backwards come in two halves."""
         self._forward_program: Program | None = None
         if hang_timeout_s is not None and not hang_timeout_s > 0:
             raise ValueError(f"hang_timeout_s={hang_timeout_s}: give seconds above 0, or None to wait for ever.")
@@ -135,8 +137,12 @@ class Executor:
         if self._deterministic:
             check_order(schedule)
         split = {a.stage for a in schedule.ranks[self.rank] if a.kind is Kind.I}
+        if self._split and self._split != split:  # stages that share a layer have wrapped it one over the other
+            for stage in reversed(tuple(self.stages.values())):
+                stage.configure(False)
         for stage in self.stages.values():
             stage.configure(stage.index in split)
+        self._split = split
         with self._meeting():
             self.deferred = agree(schedule, self.stages, self.transport)
         if self.deferred is not None:
