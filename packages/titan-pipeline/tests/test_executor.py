@@ -361,6 +361,14 @@ def test_an_evaluation_needs_targets_and_a_loss_one_number():
     assert len(executor().infer(inputs)) == 4
 
 
+def test_a_stage_that_begins_in_place_is_refused_with_what_to_do():
+    inputs, targets = batch(2, "even")
+    modules = [build_layers(1)[0], nn.Sequential(nn.ReLU(inplace=True), *build_layers(1))]
+    stages = [TorchStage(m, s, loss=loss_sum) for s, m in enumerate(modules)]
+    with pytest.raises(ValueError, match=r"stage 1 changes its input or a parameter in place.*inplace=False"):
+        Executor(build_schedule("looped_bfs", 1, 2), stages).step(inputs, targets)
+
+
 @pytest.mark.parametrize("order", ["0B1 0B0", "0I1 0I0 0W0 0W1", "0I0 0I1 0W1 0W0", "0I0 0B1 0W0"])
 def test_deterministic_refuses_an_order_that_one_process_would_not_have(order):
     text = build_schedule("gpipe", 1, 2).to_text().replace("0B0 0B1", order)

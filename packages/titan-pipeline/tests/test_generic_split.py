@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from titan_pipeline import Schedule, build_schedule  # noqa: E402
 from titan_pipeline.runtime import Executor, ThreadHub, TorchStage  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
@@ -380,6 +381,26 @@ def test_a_layer_of_two_stages_of_a_rank_survives_a_change_of_schedule(split_sta
     assert all(torch.equal(g, e) for other in grads[1:] for g, e in zip(other, grads[0], strict=True))
     assert not any("forward" in m.__dict__ for module in modules for m in module.modules())
     assert [stage.deferred_share for stage in stages] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Embedding(5, 4, scale_grad_by_freq=True),
+        nn.Embedding(5, 4, sparse=True),
+        nn.Embedding(5, 4, max_norm=1.0),
+        prune.random_unstructured(nn.Linear(5, 4), "weight", amount=0.5),
+    ],
+    ids=["frequency", "sparse", "norm", "pruned"],
+)
+def test_layers_that_the_rules_leave_alone_count_as_not_deferred(layer):
+    stage = TorchStage(nn.Sequential(layer, nn.Linear(4, 5)), 0)
+    stage.configure(True)
+    assert stage.deferred_share == 0.5
+    assert set(stage.not_deferred) == {f"0.{name}" for name, _ in layer.named_parameters()}
+    stage.forward(0, (torch.arange(3) if isinstance(layer, nn.Embedding) else torch.randn(3, 5),), None, {}, True)
+    stage.backward(0, (torch.ones(3, 5),), True)
+    assert all(p.grad is not None for p in layer.parameters())
 
 
 class LastState(nn.LSTM):

@@ -234,6 +234,13 @@ class TorchStage:
         self._joins = training
         try:
             output = self.module(*inputs, **extra)
+        except RuntimeError as err:
+            if self.index == 0 or "leaf Variable that requires grad" not in str(err):
+                raise
+            raise ValueError(
+                f"the module of stage {self.index} changes its input or a parameter in place, a leaf of its graph ({err}). "
+                "Let the first operation of a stage make a new tensor (nn.ReLU(inplace=False), say), or cut elsewhere."
+            ) from err
         finally:
             self._joins = False
         if target is not None:

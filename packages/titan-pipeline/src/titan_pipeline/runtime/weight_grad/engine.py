@@ -43,7 +43,7 @@ from titan_pipeline.runtime.weight_grad.compiled import asks_what_is_wanted, com
 from titan_pipeline.runtime.weight_grad.functions import COMPILED, FunctionSplit
 from titan_pipeline.runtime.weight_grad.generic import SplitMode, contracting_parameters, split_forward
 from titan_pipeline.runtime.weight_grad.queue import ELSEWHERE, Rule, WeightGradQueue
-from titan_pipeline.runtime.weight_grad.rules import DEFAULT_RULES
+from titan_pipeline.runtime.weight_grad.rules import DEFAULT_RULES, left_alone
 
 
 class WeightGradEngine:
@@ -96,6 +96,8 @@ class WeightGradEngine:
                 self._leave_out(name, layer, COMPILED)
             elif rule is not None and "forward" not in layer.__dict__:
                 self._wrap(layer, self._by_rule(layer, rule))
+                if (reason := left_alone(rule, layer)) is not None:
+                    self._leave_out(name, layer, reason)
             elif contracting_parameters(layer):
                 self._wrap(layer, split_forward(self._mode, layer.forward))
                 prefix = f"{name}." if name else ""

@@ -154,11 +154,23 @@ def _linear_rule(engine: Deferring, module: nn.Linear, plain: Callable[..., Tens
 
 def _embedding_rule(engine: Deferring, module: nn.Embedding, plain: Callable[..., Tensor], input: Tensor) -> Tensor:
     weight = module.weight
-    special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
-    if special or type(weight) is not nn.Parameter or not weight.requires_grad:
+    if _special(module) or type(weight) is not nn.Parameter or not weight.requires_grad:
         return plain(input)
     padding = -1 if module.padding_idx is None else module.padding_idx
     return cast(Tensor, _Embedding.apply(engine.anchor, input, weight.detach(), padding, [weight], engine))
+
+
+def _special(module: nn.Embedding) -> bool:
+    return module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+
+
+def left_alone(rule: Rule, module: nn.Module) -> str | None:
+    """Why a rule of this file runs a module as it is, or None."""
+    if rule is _linear_rule and "weight" not in module._parameters:
+        return "the weight of the linear layer is computed (pruned, say), so no rule defers its gradient"
+    if rule is _embedding_rule and isinstance(module, nn.Embedding) and _special(module):
+        return "no rule for an embedding with max_norm, scale_grad_by_freq or sparse"
+    return None
 
 
 def _layer_norm_rule(engine: Deferring, module: nn.LayerNorm, plain: Callable[..., Tensor], input: Tensor) -> Tensor:
