@@ -12,15 +12,10 @@ from titan_train.models.arguments import ModelChoice
 from titan_train.models.common.moe.routed import RoutedExperts, StackedExperts
 from titan_train.models.hf.ahead import add_modules
 from titan_train.models.hf.configuration import check_configuration, read_configuration
-from titan_train.models.hf.folder import folder_of, split_depth
+from titan_train.models.hf.folder import DROPOUTS, folder_of, split_depth
 from titan_train.models.hf.names import SplitConvolution, separate_experts
 from titan_train.models.hf.plan import STACKED, HFPlan
 from titan_train.models.hf.plans import hf_plans
-
-DROPOUTS = (
-    "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop",
-    "router_jitter_noise",
-)  # fmt: skip
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 """What families call the number of experts of a token."""
@@ -279,7 +274,9 @@ def _swap_experts(layer: nn.Module, plan: HFPlan, config: Any) -> None:
 
 
 def _experts_per_token(config: Any) -> int:
-    return next((n for key in _CHOSEN if type(n := getattr(config, key, None)) is int), 1)
+    """The largest number, where layers have one each."""
+    found: int | list[int] = next((n for key in _CHOSEN if (n := getattr(config, key, None)) is not None), 1)
+    return max(found) if isinstance(found, list) else found
 
 
 def _unstack_experts(inner: Any, config: Any) -> None:

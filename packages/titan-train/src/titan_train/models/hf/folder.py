@@ -12,6 +12,11 @@ from titan_train.values import did_you_mean
 PREFIX = "hf:"
 DEPTH = "mtp_depth"
 """The setting of ``model.args`` that is none of ``config.json``."""
+DROPOUTS = (
+    "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop",
+    "router_jitter_noise",
+)  # fmt: skip
+"""Fields by which training would draw numbers: families with a plan run without."""
 _ROPE = "rope_parameters"
 _IN_ROPE = ("rope_theta", "partial_rotary_factor")
 """Fields that transformers takes from ``rope_parameters`` or ``rope_scaling`` where they are there."""

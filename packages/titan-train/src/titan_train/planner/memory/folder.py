@@ -13,8 +13,7 @@ from typing import Any
 
 from titan_train.config import Config, load_config
 from titan_train.models.build import build_model
-from titan_train.models.hf.build import DROPOUTS
-from titan_train.models.hf.folder import PREFIX, read_published
+from titan_train.models.hf.folder import DROPOUTS, PREFIX, read_published
 from titan_train.models.shape import ModelShape
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.structure import blocks_of

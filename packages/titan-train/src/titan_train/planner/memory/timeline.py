@@ -84,7 +84,13 @@ def step_timeline(config: Config, devices: int) -> MemoryTimeline:
     hold_weights(whole, config.optimizer.weights)
     layout, schedule = plan.layout, plan.schedule
     ranks = estimate_ranks(
-        config, whole, layout=layout, mode=plan.mode, batch=plan.batch, schedule=schedule, folder=shape_of_folder(config)
+        config,
+        whole,
+        layout=layout,
+        mode=plan.mode,
+        batch=plan.batch,
+        schedule=schedule,
+        folder=shape_of_folder(config),
     )
     fullest = max(ranks, key=lambda rank: rank.peak)
     held = {name: int(fullest.memory.parts.get(name, 0)) for name in _THROUGHOUT}
