@@ -2,10 +2,18 @@
 
 Families name the same sizes in a few ways, which are all read. What no field says (an ungated feed-forward, biases) is known
 by ``model_type``; its plan says whether queries and keys are normalised. Matrices are exact for the families with a plan whose
-layers are of softmax attention with as many heads each, or gated delta nets; a few vectors per layer (norms, biases) may be
-missed. Granite's Mamba-2 is known; layers with a state of other kinds are counted as attention of the same heads. Compressed
-attention (DeepSeek-V4) is a window as wide as the keys of a row of 4,096 tokens; its compressors and indexer, and the mixers of
-residual streams, are left out.
+layers are of softmax attention with as many heads each, or gated delta nets; a few vectors per layer (norms, biases, sinks) may
+be missed, or counted where there are none. Of a list with a number for each layer, the largest counts.
+
+Left out or counted as something else:
+
+- DeepSeek-V3.2, GLM-5: the indexer.
+- DeepSeek-V4: its compressors and indexer, and the mixers of residual streams; compressed attention is a window as wide as the
+  keys of a row of 4,096 tokens.
+- Mamba-2 layers (Granite 4, Nemotron-H): convolutions, decays and the norm inside.
+- Layers with a state of other kinds (Kimi Linear): attention of the same heads.
+- Gemma 3n: embeddings and projections for each layer, AltUp and LAuReL: a large part of its parameters.
+- Layers with unlike heads (Gemma 4, Laguna, MiMo-V2-Flash): each as the fields without a layer's name say.
 """
 
 from collections.abc import Mapping
@@ -33,7 +41,7 @@ _LAYER_NORM = (
     "jais2",
 )  # fmt: skip
 """Families with an ungated feed-forward and norms with a bias."""
-_UNGATED = (*_LAYER_NORM, "arcee", "apertus", "nanochat")
+_UNGATED = (*_LAYER_NORM, "arcee", "apertus", "nanochat", "nemotron_h")
 _FOUR_NORMS = ("gemma3_text", "gemma2", "glm4", "hyperclovax", "kolibri1", "afmoe", "beam")
 _GATED_HEADS = ("afmoe", "beam", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with a gate for each channel of attention's result."""
@@ -45,7 +53,17 @@ _BIASED = (
     "gpt2", "gpt_neox", "bloom", "opt", "phi", "starcoder2", "persimmon", "jais2", "qwen2", "qwen2_moe", "gpt_oss", "glm", "glm4",
     "seed_oss",
 )  # fmt: skip
+_ONE_SHARED = ("llama4_text", "hunyuan_v1_moe")
+"""Families with one shared expert, as wide as a routed one, that no field tells of."""
+_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval")
+"""Every so many layers one has experts, the last of them."""
+_ONE_PART = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp", "mamba": "linear_attention",
+             "attention": "full_attention"}  # fmt: skip
+"""Letters and older words for layers that are a mixer or a feed-forward alone (Nemotron-H)."""
 _SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_SHARED_WIDTHS = (
+    "shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size",
+)  # fmt: skip
 _LEADING = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 _RATIOS = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
@@ -70,15 +88,18 @@ def shape_of_published(name: str, published: Mapping[str, Any], *, mtp: int = 0)
     )
     kind = str(fields.get("model_type"))
     read = _Reader(name, fields)
-    dim, layers = read.size("hidden_size", "n_embd", "d_model"), read.size("num_hidden_layers", "n_layer", "n_layers")
+    dim = read.size("hidden_size", "n_embd", "d_model")
+    parts = _parts(fields)
+    layers = len(parts) or read.size("num_hidden_layers", "n_layer", "n_layers")
     heads = read.size("num_attention_heads", "n_head", "n_heads")
     attention = _attention(read, kind, dim, heads)
     hidden = read.size("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * dim)
-    dense = FeedForwardShape(hidden, gated=kind not in _UNGATED, bias=kind in _UNGATED and kind in _BIASED)
-    routed = _experts(read, hidden)
+    width = read.size("intermediate_size_mlp", default=hidden)
+    dense = FeedForwardShape(width, gated=kind not in _UNGATED, bias=kind in _UNGATED and kind in _BIASED)
+    routed = _experts(read, kind, hidden)
     norm = 2 if kind in _LAYER_NORM else 1
     norms = (4 if kind in _FOUR_NORMS else 2) * norm
-    blocks = [
+    blocks = _alone(read, parts, attention, dense, routed) or [
         _with_state(read, count, feed, norms)
         if near is None
         else Block(count, near, feed, norms=norms, streams=int(fields.get("hc_mult") or 1))
@@ -103,8 +124,10 @@ class _Reader:
         self._name, self.fields = name, fields
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """The first of these fields that is there."""
+        """The first of these fields that is there; the largest of its numbers where it has one for each layer."""
         value = next((self.fields[name] for name in names if self.fields.get(name) is not None), default)
+        if isinstance(value, list) and value and all(type(size) is int for size in cast("list[Any]", value)):
+            value = max(cast("list[int]", value))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(
                 f"{self._name!r}: config.json has {names[0]}={value!r}, and a model's shape needs a positive number there. Use "
@@ -148,6 +171,32 @@ def _with_state(read: _Reader, count: int, feed: FeedForwardShape | ExpertsShape
     return Block(count, None, feed, delta=delta, whole_state=True, norms=norms)
 
 
+def _parts(fields: Mapping[str, Any]) -> list[str]:
+    """What each layer is, where layers are a mixer or a feed-forward alone; empty for other families."""
+    found: list[str] | str = fields.get("layers_block_type") or fields.get("hybrid_override_pattern") or []
+    known = (*_ONE_PART.values(), *_ONE_PART)
+    return [_ONE_PART.get(part, part) for part in found] if all(part in known for part in found) else []
+
+
+def _alone(
+    read: _Reader, parts: list[str], attention: AttentionWidths, dense: FeedForwardShape, routed: ExpertsShape | None
+) -> list[Block]:
+    """Blocks of layers that are one part each."""
+    blocks: list[Block] = []
+    for part in dict.fromkeys(parts):
+        block = Block(parts.count(part), norms=1)
+        if part == "linear_attention":
+            sizes = map(read.size, ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
+            groups = read.size("mamba_n_groups", "n_groups")
+            block = replace(block, ssm=StateSpaceShape(*sizes, groups), whole_state=True)
+        elif part == "full_attention":
+            block = replace(block, attention=attention)
+        else:
+            block = replace(block, ffn=routed if part == "moe" else dense)
+        blocks.append(block)
+    return blocks
+
+
 def _norms_heads(kind: str) -> bool:
     """Whether queries and keys are normalised, as the family's plan says."""
     plan = hf_plans().get(kind)
@@ -156,20 +205,23 @@ def _norms_heads(kind: str) -> bool:
     )
 
 
-def _experts(read: _Reader, hidden: int) -> ExpertsShape | None:
+def _experts(read: _Reader, kind: str, hidden: int) -> ExpertsShape | None:
     fields = read.fields
     if not any(fields.get(name) for name in _EXPERTS):
         return None
     width = read.size("moe_intermediate_size", default=hidden)
-    number = next((int(fields[name]) for name in _SHARED_EXPERTS if fields.get(name)), 0)
-    shared = fields.get("shared_expert_intermediate_size") or fields.get("shared_intermediate_size") or number * width
+    number = next((int(fields[name]) for name in _SHARED_EXPERTS if fields.get(name)), int(kind in _ONE_SHARED))
+    shared = next((fields[name] for name in _SHARED_WIDTHS if fields.get(name)), number * width)
     groups = int(fields.get("n_group") or 1)
     return ExpertsShape(
         read.size(*_EXPERTS),
         read.size(*_CHOSEN),
         width,
         int(shared),
-        shared_gate=bool(fields.get("shared_expert_intermediate_size")),
+        gated=kind not in _UNGATED,
+        latent_dim=int(fields.get("moe_latent_size") or 0),
+        bias=kind == "gpt_oss",
+        shared_gate=kind.startswith("qwen") and bool(fields.get("shared_expert_intermediate_size")),
         max_groups=int(fields.get("topk_group") or 0) if groups > 1 else 0,
     )
 
@@ -192,10 +244,19 @@ def _groups(
     leading = next((int(fields[name]) for name in _LEADING if fields.get(name)), 0)
     sorts: list[Any] = fields.get("mlp_layer_types") or []
     also = fields.get("mlp_only_layers") or []
+    listed: list[int] | None = fields.get("moe_layers")
+    step = next((int(fields[name]) for name in _STEPS if fields.get(name)), 1)
+
+    def routes(layer: int) -> bool:
+        if layer < len(sorts):
+            return sorts[layer] != "dense"
+        if listed is not None:
+            return layer in listed
+        return layer >= leading and layer not in also and (layer + 1) % step == 0
+
     count: dict[tuple[bool, int, bool], int] = {}
     for layer, window in enumerate(windows):
-        sparse = sorts[layer] != "dense" if layer < len(sorts) else layer >= leading and layer not in also
-        kind = routed is not None and sparse, window, layer < len(types) and types[layer] in states
+        kind = routed is not None and routes(layer), window, layer < len(types) and types[layer] in states
         count[kind] = count.get(kind, 0) + 1
     return [
         (
