@@ -186,9 +186,9 @@ def _alone(
     for part in dict.fromkeys(parts):
         block = Block(parts.count(part), norms=1)
         if part == "linear_attention":
-            sizes = map(read.size, ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"))
-            groups = read.size("mamba_n_groups", "n_groups")
-            block = replace(block, ssm=StateSpaceShape(*sizes, groups), whole_state=True)
+            groups = "mamba_n_groups" if "mamba_n_groups" in read.fields else "n_groups"
+            sizes = map(read.size, ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", groups))
+            block = replace(block, ssm=StateSpaceShape(*sizes), whole_state=True)
         elif part == "full_attention":
             block = replace(block, attention=attention)
         else:
