@@ -141,7 +141,13 @@ def test_whole_logits_are_counted_where_the_loss_takes_them(name: str, tmp_path:
     config = load_config("debug", words)
     plan, model = plan_run(config, 1), build_model(config.model, vocab_size=None)
     (rank,) = estimate_ranks(
-        config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=None, folder=shape_of_folder(config)
+        config,
+        model,
+        layout=plan.layout,
+        mode=plan.mode,
+        batch=plan.batch,
+        schedule=None,
+        folder=shape_of_folder(config),
     )
     logits = 4 * 512 * 32_768
     assert rank.memory.parts["logits"] + rank.activations > 12 * logits  # copies in bf16 and float32, their gradient
