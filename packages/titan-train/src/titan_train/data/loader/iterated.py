@@ -113,7 +113,7 @@ class IteratedBatches:
         """Samples taken, and the iterable's own state if it has one."""
         state: dict[str, Any] = {_POSITION: self._samples}
         saves = getattr(self._given, "state_dict", None)
-        return state | ({} if saves is None else {"iterable": saves(), _PLACE: [self._dp_rank, self._dp_size]})
+        return state | ({} if saves is None else {"iterable": saves(), _PLACE: [*self.place]})
 
     def load_state_dict(self, state: dict[str, Any], allow_data_change: bool = False) -> None:
         """Go to where `state_dict` was called; ``allow_data_change`` continues a run of other data from the beginning, and one of
@@ -130,8 +130,7 @@ class IteratedBatches:
                 "run began with, or set checkpoint.allow_data_change to begin with the first batch of this one."
             )
         loads = "iterable" in state and hasattr(self._given, "load_state_dict")
-        here = [self._dp_rank, self._dp_size]
-        if loads and state.get(_PLACE, here) != here:
+        if loads and state.get(_PLACE, [*self.place]) != [*self.place]:
             if not allow_data_change:
                 rank, size = state[_PLACE]
                 raise ValueError(

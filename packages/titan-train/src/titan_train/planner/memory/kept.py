@@ -85,9 +85,7 @@ def working_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes of one block's backward: what it recomputes, and the gradients on both sides of its widest operator."""
 
     def working(block: Block, at: RankTokens) -> float:
-        if setup.recompute == "none":
-            again = _recomputed(block, shape.dim, setup, at)  # of Megatron's modules
-        elif shape.kept is not None and not setup.te:
+        if shape.kept is not None and not setup.te and setup.recompute != "none":
             again = max(0.0, shape.kept(replace(setup, recompute="none")) - shape.kept(setup))
         else:
             again = _recomputed(block, shape.dim, setup, at)

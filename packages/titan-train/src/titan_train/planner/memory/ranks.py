@@ -27,7 +27,6 @@ from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.hf.cut import sort_of
-from titan_train.models.hf.stage_layers import StageLayers
 from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import ModelShape
 from titan_train.models.traits import traits_of
@@ -51,6 +50,8 @@ from titan_train.planner.memory.rehearsed import (
     BalancedDispatch,
     attend_between_pieces,
     fuse_norms_beside,
+    keep_blocks,
+    kind_of,
     norms_of_a_gpu,
     pretended_groups,
     rehearse_activation_checkpointing,
@@ -181,7 +182,7 @@ class RankProgram:
         parallel = self.config.parallel
         if parallel.tp_plan or parallel.reshard_overrides or parallel.keep_fp32:
             return stage
-        return stage == 0, stage == last, tuple(map(_kind_of, blocks))
+        return stage == 0, stage == last, tuple(map(kind_of, blocks))
 
     def measure(self, make: Callable[[], nn.Module], layers: range | None, *, last: bool) -> _Stage:
         """What the part of the model that ``make`` builds holds; the ``last`` one ends in the loss."""
@@ -357,7 +358,7 @@ class RankProgram:
         layered, shipped = self.config.activations.checkpoint in ("every", "pattern"), is_shipped(self.whole)
         for number, block in enumerate(blocks):
             # of other people's blocks, equal parameters do not mean equal programs: windows alternate
-            kind = number if layered else (_kind_of(block), None if shipped else sort_of(block))
+            kind = number if layered else (kind_of(block), None if shipped else sort_of(block))
             alike.setdefault(kind, []).append(number)
         if most:
             largest = sorted(alike.values(), key=len)[-2:]
@@ -476,27 +477,6 @@ class RankProgram:
 def _partitioned(config: CompileConfig) -> CompileConfig:
     """The partitioner and decompositions of torch.compile, without code generation."""
     return replace(config, backend="aot_eager_decomp_partition", mode="default")
-
-
-def keep_blocks(model: nn.Module, kept: Sequence[int]) -> None:
-    """Take all repeated blocks but those of these numbers out of ``model``, in place."""
-    blocks = blocks_of(model)
-    gone = {id(block) for number, block in enumerate(blocks) if number not in kept}
-    for container in model.modules():
-        for name, child in list(container.named_children()):
-            if id(child) not in gone:
-                continue
-            if isinstance(container, StageLayers):  # which keep their numbers
-                del container._modules[name]
-            elif isinstance(container, nn.ModuleList):
-                del container[next(i for i, other in enumerate(container) if other is child)]
-            elif isinstance(container, nn.ModuleDict):
-                del container[name]
-
-
-def _kind_of(block: nn.Module) -> Any:
-    """Equal for two blocks that keep the same."""
-    return type(block), tuple((name, parameter.shape) for name, parameter in block.named_parameters())
 
 
 def _positions(seq_len: int, hidden: Tensor) -> Tensor:

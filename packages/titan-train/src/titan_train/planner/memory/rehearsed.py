@@ -1,5 +1,6 @@
 """What stands in for parts of a program that cannot run on fake tensors, or that hide what they keep.
 
+- A few blocks, for all that are alike.
 - Process groups that have a size and send nothing, and the experts' exchange with equal counts.
 - Attention between compiled pieces, and the one kernel that an RMSNorm is on a GPU.
 - Activation checkpointing. torch's own hides what it keeps of a selective region from saved-tensor hooks, and loads the
@@ -25,9 +26,11 @@ from torch.utils._pytree import tree_leaves
 from titan_train.config import ActivationsConfig
 from titan_train.models.common.attention import CausalAttention
 from titan_train.models.flux.blocks import FullAttention
+from titan_train.models.hf.stage_layers import StageLayers
 from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
 from titan_train.parallel.activations.tiles import tiled_modules
 from titan_train.parallel.expert.dispatch import ExpertParallelDispatch
+from titan_train.parallel.structure import blocks_of
 
 
 @contextmanager
@@ -43,6 +46,27 @@ def pretended_groups(*sizes: int) -> Generator[list[dist.ProcessGroup | None]]:
         yield [cast(dist.ProcessGroup, dist.new_group(list(range(size)))) if size > 1 else None for size in sizes]
     finally:
         dist.destroy_process_group()
+
+
+def keep_blocks(model: nn.Module, kept: Sequence[int]) -> None:
+    """Take all repeated blocks but those of these numbers out of ``model``, in place."""
+    blocks = blocks_of(model)
+    gone = {id(block) for number, block in enumerate(blocks) if number not in kept}
+    for container in model.modules():
+        for name, child in list(container.named_children()):
+            if id(child) not in gone:
+                continue
+            if isinstance(container, StageLayers):  # which keep their numbers
+                del container._modules[name]
+            elif isinstance(container, nn.ModuleList):
+                del container[next(i for i, other in enumerate(container) if other is child)]
+            elif isinstance(container, nn.ModuleDict):
+                del container[name]
+
+
+def kind_of(block: nn.Module) -> Any:
+    """Equal for two blocks that keep the same."""
+    return type(block), tuple((name, parameter.shape) for name, parameter in block.named_parameters())
 
 
 class BalancedDispatch(ExpertParallelDispatch):

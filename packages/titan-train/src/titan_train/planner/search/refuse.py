@@ -28,7 +28,7 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         yield "microbatch 1", replace(setup, microbatch=1)
     if setup.recompute == "none" and not setup.te:
         yield "selective recomputation", replace(setup, recompute="selective")
-    full = replace(setup, recompute="full", recompute_share=1.0, recompute_modules=())
+    full = _recomputed(setup)
     if full != setup:
         yield "full recomputation", full
         if setup.microbatch > 1:
@@ -48,9 +48,14 @@ def changes(setup: Setup) -> Iterator[tuple[str, Setup]]:
         )
 
 
+def _recomputed(setup: Setup) -> Setup:
+    """The setup with every block computed again as a whole."""
+    return replace(setup, recompute="full", recompute_share=1.0, recompute_modules=())
+
+
 def exchanges(shape: ModelShape, setup: Setup) -> Iterator[tuple[str, Setup]]:
     """The same devices with fewer data-parallel ranks: the sequence or the heads are cut instead, the least cut first."""
-    full = replace(setup, recompute="full", recompute_share=1.0, recompute_modules=(), microbatch=1)
+    full = replace(_recomputed(setup), microbatch=1)
     for factor in (2, 4, 8, 16, 32):
         if setup.dp_shard % factor:
             return
@@ -91,12 +96,7 @@ def fewest_shards(shape: ModelShape, setup: Setup, limit_bytes: float) -> int | 
     """Devices at which more sharding, with full recomputation, fits; None if it never does."""
     for factor in (2, 4, 8, 16, 32, 64):
         changed = replace(
-            setup,
-            dp_shard=setup.dp_shard * factor,
-            global_batch=setup.global_batch * factor,
-            recompute="full",
-            recompute_share=1.0,
-            recompute_modules=(),
+            _recomputed(setup), dp_shard=setup.dp_shard * factor, global_batch=setup.global_batch * factor
         )
         if memory_peak(shape, changed).allocated <= limit_bytes:
             return changed.world_size
