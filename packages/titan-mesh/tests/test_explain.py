@@ -3,7 +3,7 @@
 import xml.etree.ElementTree as ET
 
 import pytest
-from titan_mesh import Layout, MeshSpec, Topology, draw_svg
+from titan_mesh import Layout, MeshSpec, Topology, draw_svg, megatron, megatron_experts
 from titan_mesh.cli import main
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -135,6 +135,13 @@ def test_command_explains_one_rank_in_another_order(capsys):
     assert "pp=1 tp=5" in capsys.readouterr().out
     assert main([*arguments, "--order", "tp-cp-dp-pp"]) == 0
     assert "pp=1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("order", ["tp-cp-dp-ep-pp", "tp-cp-ep-dp-pp", "tp-cp-dp-pp"])
+def test_megatrons_order_is_that_of_its_experts_too(order, capsys):
+    assert main(["explain", "dp4 tp2 ep2", "--megatron-order", order]) == 0
+    spec = MeshSpec(dp_shard=4, tp=2, ep=2, order=megatron(order), expert_order=megatron_experts(order))
+    assert capsys.readouterr().out.startswith(Layout(spec).explain())
 
 
 def test_command_infers_and_warns(capsys):

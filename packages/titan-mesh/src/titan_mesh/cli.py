@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_mesh.layout.layout import Layout
-from titan_mesh.layout.spec import DEFAULT_ORDER, MeshSpec, megatron
+from titan_mesh.layout.spec import DEFAULT_ORDER, MeshSpec, megatron, megatron_experts
 from titan_mesh.layout.svg import draw_svg
 from titan_mesh.layout.topology import Topology
 
@@ -36,7 +36,8 @@ def _layout(arguments: argparse.Namespace) -> Layout:
     if arguments.order is not None:
         spec = replace(spec, order=arguments.order)
     if arguments.megatron_order is not None:
-        spec = replace(spec, order=megatron(arguments.megatron_order))
+        order = arguments.megatron_order
+        spec = replace(spec, order=megatron(order), expert_order=megatron_experts(order))
     topology = Topology(gpus_per_node=arguments.gpus_per_node, nvlink_domain=arguments.nvlink_domain)
     return Layout(spec, world_size=arguments.world_size, topology=topology)
 
