@@ -163,6 +163,8 @@ def write_atomic(path: Path, content: str | bytes, *, sync: bool = False) -> Non
 
 
 SHIPPED = "shipped:"
+PARTS_NAME = ".parts"
+"""In a folder of `titan-train data download` while files of it are missing: what has arrived of them."""
 
 
 def local_path(given: str) -> Path:

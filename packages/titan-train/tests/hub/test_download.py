@@ -9,6 +9,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from titan_train.config import SourceConfig
+from titan_train.config.published import missing_repositories
+from titan_train.data.sources.documents import list_files
 from titan_train.hub.choose import RepoFile, choose_data_files, choose_model_files
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
@@ -228,3 +231,21 @@ def test_a_configuration_loads_what_it_names_and_says_how_where_it_may_not(hub, 
     done = titan(hub, *words, "--download", home=tmp_path / "home", command=("data", "prepare"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "datasets/org/name/chats.jsonl").is_file()
+
+
+def test_a_download_that_broke_off_is_missing_and_its_files_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "datasets/org/name"
+    (folder / ".parts").mkdir(parents=True)
+    (folder / "a.jsonl").write_text('{"text": "a"}\n')
+    tree = {"data": {"sources": [{"paths": ["hf:datasets/org/name"]}]}}
+    assert [*missing_repositories(tree)] == [("data.sources.paths", "hf:datasets/org/name")]
+    sources = [
+        SourceConfig(name="a", kind="jsonl", paths=(path,)) for path in ("hf:datasets/org/name", f"{folder}/*.jsonl")
+    ]
+    for source in sources:
+        with pytest.raises(ValueError, match="broke off"):
+            list_files(source)
+    (folder / ".parts").rmdir()
+    assert [*missing_repositories(tree)] == []
+    assert [file.path.name for source in sources for file in list_files(source)] == ["a.jsonl", "a.jsonl"]

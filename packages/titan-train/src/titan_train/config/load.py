@@ -49,8 +49,8 @@ def load_config(
             the parallel degrees at once. `titan_train.config.words` shows all forms.
         also: Options that the calling command has besides settings, for the hint after a misspelt one.
         note: Called with one line that says what `model.init` has set.
-        fetch: Called with the key and ``hf:ORG/NAME`` for each model, tokenizer and data set of a hub that is not here yet; it
-            loads it into the folder ``ORG/NAME``.
+        fetch: Called with the key and ``hf:ORG/NAME`` for each model, tokenizer and data set of a hub that is not here yet, or
+            not as a whole; it loads it into the folder ``ORG/NAME``.
         settings: A section as a table of its keys, or one setting by its dotted name; over ``overrides``. Paths may be
             `pathlib.Path`, lists may be tuples.
 

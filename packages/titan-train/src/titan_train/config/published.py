@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from titan_train.files import download_hint, local_path, read_toml
+from titan_train.files import PARTS_NAME, download_hint, local_path, read_toml
 from titan_train.models.family import Family
 from titan_train.models.hf.folder import PREFIX, folder_of, read_published
 from titan_train.models.registry import families, find_model, list_models
@@ -61,7 +61,7 @@ def split_start(start: str) -> tuple[Path, str]:
 
 
 def missing_repositories(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys and values of a configuration that name a repository of the Hugging Face hub which has no folder here."""
+    """Keys and values of a configuration that name a repository of the Hugging Face hub whose folder is missing or unfinished."""
     model, tokenizer, data = (_table(tree, name) or {} for name in ("model", "tokenizer", "data"))
     named = [
         ("model.init", model.get("init")),
@@ -75,7 +75,10 @@ def missing_repositories(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ]
     seen: set[str] = set()
     for key, value in named:
-        if isinstance(value, str) and value not in seen and download_hint(value) and not local_path(value).exists():
+        if not isinstance(value, str) or value in seen or not download_hint(value):
+            continue
+        folder = local_path(value)
+        if not folder.exists() or (folder / PARTS_NAME).is_dir():
             seen.add(value)
             yield key, value
 

@@ -15,14 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_train.files import open_file, read_text, write_atomic
+from titan_train.files import PARTS_NAME, open_file, read_text, write_atomic
 from titan_train.hub.choose import Part, RepoFile, choose_data_files, choose_model_files
 from titan_train.lazy import require
 from titan_train.terminal import first_line
 
 RECORD_NAME = "download.json"
 _CHUNK_BYTES = 2**20
-_PARTS = ".parts"
 _TRANSFERS = 4
 """Files on their way at a time."""
 
@@ -92,7 +91,7 @@ def download(
     with ThreadPoolExecutor(_TRANSFERS) as pool:
         loads = [pool.submit(_asked, name, partial(load, file)) for file in chosen]
         checked = tuple(one.result() for one in loads)
-    shutil.rmtree(out / _PARTS, ignore_errors=True)
+    shutil.rmtree(out / PARTS_NAME, ignore_errors=True)
     record = {
         "repository": name,
         "commit": info.sha,
@@ -159,7 +158,7 @@ def _check_space(out: Path, size: int) -> None:
 def _part(folder: Path, file: RepoFile) -> Path:
     """Where a transfer is collected. Named by its content: what is left of another version is never continued."""
     content = f"{file.name} {file.size} {file.sha256} {file.blob}"
-    return folder / _PARTS / hashlib.sha256(content.encode()).hexdigest()[:32]
+    return folder / PARTS_NAME / hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def _have(folder: Path, file: RepoFile) -> int:

@@ -19,7 +19,7 @@ from titan_train.data.sources.files import DamagedFileError, FileReader
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document, oversize
 from titan_train.data.sources.tables import read_rows, saved_dataset_files
-from titan_train.files import download_hint, local_path
+from titan_train.files import PARTS_NAME, download_hint, local_path
 from titan_train.hub.download import RECORD_NAME
 from titan_train.values import nearest_name
 
@@ -103,6 +103,11 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
     path = local_path(given)
     if path.is_file():
         return [CorpusFile(path, path.name)]
+    if any((folder / PARTS_NAME).is_dir() for folder in (path, *path.parents)):
+        raise ValueError(
+            f"data.sources[{source.name!r}].paths: {given!r} is of a download that broke off, so files are missing. Run the same "
+            f"`titan-train data download` again.{download_hint(given)}"
+        )
     if path.is_dir() and source.kind == "arrow" and (saved := saved_dataset_files(path)) is not None:
         return saved
     if path.is_dir():
