@@ -318,6 +318,14 @@ def test_the_version_and_the_help_of_a_group_of_commands(capsys):
         assert "  data show       show samples" in capsys.readouterr().out
 
 
+def test_a_complete_run_is_over_on_every_machine(run_dir, monkeypatch, capsys):
+    monkeypatch.setattr("titan_train.cli.run._follow", lambda *_: pytest.fail("it waits for the first machine"))
+    words = ["run", str(run_dir.parents[1] / "tiny.toml"), "--launcher", "machines", "--launch.nnodes", "2"]
+    words += ["--launch.nproc", "1", "--launch.endpoint", "127.0.0.1:29577", "--launch.node-rank"]
+    assert [main([*words, rank]) for rank in ("1", "0")] == [0, 0]
+    assert capsys.readouterr().out.count("is complete: step 4 of 4") == 2
+
+
 def test_a_users_own_module_trains_by_dotted_path(tmp_path, monkeypatch, run_dir):
     shutil.copy(EXAMPLES / "03_your_own_model" / "my_model.py", tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -10,8 +10,13 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from titan_train.cli import run as run_module
+from titan_train.config import load_config
+from titan_train.launch.supervise import supervisor
+from titan_train.observe import RunInfo
 
 pytestmark = pytest.mark.timeout(1800)  # runs that may share their cores with twenty others
 TITAN_TRAIN = [sys.executable, "-m", "titan_train"]
@@ -397,3 +402,38 @@ def test_help_imports_neither_torch_nor_the_configuration():
     code = "import sys; from titan_train.cli import main; main(['--help']); "
     code += "sys.exit(bool({'torch', 'pydantic'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("nodes", "unit"), [(1, 1), (2, 4)])
+def test_ranks_of_one_machine_leave_singly_and_of_several_by_machines(tmp_path, monkeypatch, nodes, unit):
+    units = []
+
+    class Stub:
+        def __init__(self, *_, unit, **__):
+            units.append(unit)
+
+        def run(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervisor, "Supervisor", Stub)
+    words = ["--launch.launcher", "machines", "--launch.nnodes", str(nodes), "--launch.endpoint", "a:1"]
+    config = load_config("debug", ["--launch.nproc", "4", "--launch.elastic", *words])
+    run = run_module._Run(config, tmp_path, SimpleNamespace(prepare=lambda _: None), None, 4, 4 * nodes)
+    with pytest.raises(KeyboardInterrupt):
+        run_module._supervise(run, SimpleNamespace(check=None), SimpleNamespace(device="cpu"), supervisor.Before())
+    assert units == [unit]
+
+
+def test_a_run_begun_again_before_its_first_checkpoint_has_a_report_and_a_refused_one_has_none(tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        "titan_train.report.build_report", lambda folder: built.append(folder) or folder / "report.html"
+    )
+    (tmp_path / "metrics.jsonl").write_text("")
+    RunInfo(tmp_path, device="cpu", world_size=1)  # the first command, killed before a checkpoint
+    before = run_module._attempts(tmp_path)
+    run = run_module._Run(load_config("debug", []), tmp_path, None, None, 1, 1)
+    run_module._finish(run, RunInfo(tmp_path, device="cpu", world_size=1), 1, before)
+    assert built == [tmp_path]
+    run_module._finish(run, RunInfo.running(tmp_path), 1, run_module._attempts(tmp_path))
+    assert built == [tmp_path]

@@ -121,8 +121,6 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_
     world_size = per_node * config.launch.nnodes
     layout = check_start(config, world_size).layout
     run_dir = run_folder(config)
-    if config.launch.launcher == "machines" and config.launch.node_rank > 0:
-        return _follow(config, per_node)
     done = newest_checkpoint(run_dir)
     early = done is not None and stopped_early(run_dir, config.validation.patience) == done
     over = done is not None and (early or done >= config.train.steps)
@@ -135,6 +133,8 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_
         _print_next(config, run_dir)
         return 0
 
+    if config.launch.launcher == "machines" and config.launch.node_rank > 0:
+        return _follow(config, per_node)
     if config.launch.launcher == "ray" and config.launch.ray.on_cluster and not kept:
         _refuse_rewind(resume_step, "a Ray cluster")
         from titan_train.launch.place.ray.driver import run_under_driver
@@ -188,7 +188,7 @@ def _supervise(run: _Run, lease: Lease, launcher: Launcher, before: "Before") ->
     from titan_train.launch.supervise.supervisor import Supervisor
 
     infos = [RunInfo.running(run_dir)] if before.adopted is not None else []
-    attempts_before = len(read_run_info(run_dir).get("attempts", []))
+    attempts_before = _attempts(run_dir) if before.adopted is None else set[str]()
 
     def record(attempt: Attempt) -> None:
         lease.attempt(attempt.number)
@@ -203,7 +203,7 @@ def _supervise(run: _Run, lease: Lease, launcher: Launcher, before: "Before") ->
         config,
         run_dir,
         ranks=run.world_size,
-        unit=run.per_node,
+        unit=run.per_node if config.launch.nnodes > 1 else 1,  # several machines are lost whole
         on_attempt=record,
         still_ours=lease.check,
         before=before,
@@ -274,13 +274,18 @@ def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
         remember_code(run.run_dir, source)
         run.task.prepare(config)
         clear_failures(run.run_dir)
-        attempts_before = len(read_run_info(run.run_dir).get("attempts", []))
+        attempts_before = _attempts(run.run_dir)
         info = _stage(run, ranks.device_type, ranks.world_size)
         code = torchrun_worker(config, ranks, run.run_dir)
         return _finish(run, info, code, attempts_before)
 
 
-def _finish(run: _Run, info: RunInfo, code: int, attempts_before: int) -> int:
+def _attempts(run_dir: Path) -> set[str]:
+    """When each attempt on record started: a run that begins again forgets the earlier ones, so their number says little."""
+    return {str(attempt.get("started")) for attempt in read_run_info(run_dir).get("attempts", [])}
+
+
+def _finish(run: _Run, info: RunInfo, code: int, attempts_before: set[str]) -> int:
     """Record how the run ended, write its report unless every attempt was refused, say what can be done next.
 
     Returns:
@@ -295,7 +300,7 @@ def _finish(run: _Run, info: RunInfo, code: int, attempts_before: int) -> int:
         step=step,
         error=None if code == 0 else f"{failure.kind}: {failure.message}" if failure else "a rank was killed",
     )
-    took_effect = len(read_run_info(run_dir).get("attempts", [])) > attempts_before
+    took_effect = bool(_attempts(run_dir) - attempts_before)
     if config.metrics.report and took_effect and (run_dir / "metrics.jsonl").exists():
         from titan_train.report import build_report, summarize
 
