@@ -147,6 +147,27 @@ def test_new_files_may_come_last_and_other_changes_are_refused(tmp_path):
         batches(dataset_of(source_of(folder), tmp_path / "b"), 1, state=state)
 
 
+def test_a_file_that_comes_last_is_read_before_the_next_pass_whatever_the_cache_holds(tmp_path):
+    folder = write_files(tmp_path / "text", num_files=1)
+    steps = whole_stream(folder).size // (SEQ * 4) + 3  # into the second pass
+    _, state = batches(dataset_of(source_of(folder), tmp_path / "a"), 2)
+    batches(dataset_of(source_of(folder), tmp_path / "a"), steps)
+    (folder / "9.jsonl").write_text(json.dumps({"text": "later " * 50}) + "\n")
+    fresh, _ = batches(dataset_of(source_of(folder), tmp_path / "b"), steps + 8, state=state)
+    kept, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), steps + 8, state=state)
+    assert np.array_equal(kept, fresh)
+
+
+def test_blocks_behind_a_changed_file_are_made_again_from_where_its_block_ends_now(tmp_path):
+    folder = write_files(tmp_path / "text", num_files=2)
+    batches(dataset_of(source_of(folder), tmp_path / "a"), 20)
+    first = folder / "0.jsonl"
+    first.write_text(first.read_text().replace("xxxxxx", "\\u0078", 1))  # the same size, five tokens fewer
+    fresh, _ = batches(dataset_of(source_of(folder), tmp_path / "b"), 20)
+    kept, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 20)
+    assert np.array_equal(kept, fresh)
+
+
 def test_changed_text_under_the_same_names_is_tokenized_again(tmp_path):
     folder = write_files(tmp_path / "text")
     first, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 2)

@@ -3,12 +3,13 @@
     blocks.json               the last blocks: where each begins, where the next one begins, the files it was read from
     block-00000012.tok/.idx   its tokens, as any shard
 
-A block whose files have changed since, or whose shard is gone, is made again from where it begins; a checkpoint knows that
-place too. If the place of a block is not known, the blocks before it are made until it is.
+A block whose files have changed since, or whose shard is gone, is made again from where it begins, as are the blocks behind a
+changed one; a checkpoint knows that place too. If the place of a block is not known, the blocks before it are made until it is.
 """
 
 import threading
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from titan_train.config import DataConfig, SourceConfig
@@ -70,6 +71,8 @@ class StreamBlocks:
         self._reader_at: StreamCursor | None = None
         self._reader_block = -1  # the block that it makes next
         self._bad = self._folder.bad_documents(source.name, config)
+        with self._folder.one_process():
+            self._forget_outdated()
 
     def open(self, number: int) -> ShardedTokens:
         """A block, made if it is not there. Waits while another process makes it.
@@ -190,13 +193,24 @@ class StreamBlocks:
 
     def _is_current(self, record: _Record) -> bool:
         """Whether the files it was read from, and those before them, are unchanged."""
-        if not set(record.files) <= {file.stamp() for file in self._files}:
+        stamps = [file.stamp() for file in self._files]
+        if not set(record.files) <= set(stamps):
+            return False
+        began = 0 if record.begins is None else record.begins.epoch
+        if record.next.epoch > began and stamps[-1] not in record.files:  # a file was added behind those of that pass
             return False
         try:
             record.next.file_number(self._files, self._source.name)
         except ValueError:
             return False
         return True
+
+    def _forget_outdated(self) -> None:
+        """Drop the first block whose files have changed, and those behind it, which may begin elsewhere now."""
+        records = sorted(self._records(), key=lambda record: record.block)
+        current = list(takewhile(self._is_current, records))
+        if len(current) < len(records):
+            self._folder.write(current, sync=False)
 
     def _records(self) -> list[_Record]:
         return self._folder.read_or_restart() or []

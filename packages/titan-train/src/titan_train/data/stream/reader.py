@@ -240,6 +240,7 @@ class StreamReader:
             elif isinstance(item, _Place):
                 self._place = item
             elif isinstance(item, _PassEnd):
+                self._touch()  # the last file, though it may hold nothing: one added behind it comes before the next pass
                 if self._whole_pass:
                     self._bad.check_share()
                 self._bad.begin_pass()
