@@ -132,6 +132,31 @@ def test_only_what_is_missing_must_fit_on_the_disk(tmp_path, monkeypatch):
         module.download("org/name", tmp_path)
 
 
+def test_files_that_the_repository_no_longer_has_are_not_mixed_with_new_ones(tmp_path, monkeypatch):
+    def holds(commit, content):
+        siblings = [
+            SimpleNamespace(
+                rfilename=name, size=len(data), lfs={"sha256": hashlib.sha256(data).hexdigest()}, blob_id=""
+            )
+            for name, data in content.items()
+        ]
+        found = SimpleNamespace(sha=commit * 40, siblings=siblings)
+        monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **__: found)
+
+        def transfer(hub, url, size, part):
+            part.write_bytes(content[url.rpartition("/")[2]])
+
+        monkeypatch.setattr(module, "_transfer", transfer)
+
+    holds("a", {"train-1.parquet": b"old", "test.parquet": b"t"})
+    module.download("datasets/org/name", tmp_path)
+    holds("b", {"train-2.parquet": b"new", "test.parquet": b"t"})
+    with pytest.raises(ValueError, match=r"holds train-1.parquet of an earlier commit"):
+        module.download("datasets/org/name", tmp_path)
+    (tmp_path / "train-1.parquet").unlink()
+    assert module.download("datasets/org/name", tmp_path).commit == "b" * 40
+
+
 def test_a_file_that_changed_on_the_way_is_refused_and_removed(hub, tmp_path):
     hub.files = {"config.json": b"{}", "model.safetensors": WEIGHTS}
     hub.corrupt = True

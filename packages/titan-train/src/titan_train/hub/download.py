@@ -73,11 +73,16 @@ def download(
     is_data = name.startswith("datasets/")
     repo_id, repo_type = name.removeprefix("datasets/"), "dataset" if is_data else "model"
     out = Path(out)
-    _check_folder(out, name)
+    before = _check_folder(out, name)
     info: Any = _asked(
         name, lambda: hub.HfApi().repo_info(repo_id, repo_type=repo_type, revision=revision, files_metadata=True)
     )
     listed = [_as_file(sibling) for sibling in info.siblings or ()]
+    if left := set(before) - {file.name for file in listed}:
+        raise ValueError(
+            f"{out} holds {', '.join(sorted(left)[:3])}{' and others' if len(left) > 3 else ''} of an earlier commit, which "
+            f"{name} at {info.sha[:12]} no longer has: both would be read. Remove what is old, or name another folder with --out."
+        )
     chosen = choose_data_files(listed, include) if is_data else choose_model_files(listed, list(parts), include)
     total = sum(file.size for file in chosen)
     _check_space(out, sum(max(0, file.size - _have(out, file)) for file in chosen))
@@ -127,22 +132,18 @@ def _as_file(sibling: Any) -> RepoFile:
     return RepoFile(sibling.rfilename, sibling.size or 0, sha or "", sibling.blob_id or "")
 
 
-def _check_folder(out: Path, name: str) -> None:
+def _check_folder(out: Path, name: str) -> list[str]:
+    """Refuse a folder of another repository; the files that were loaded into it before."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is not a folder. Name another with --out.")
-    record = out / RECORD_NAME
-    if record.is_file():
-        before = _repository_of(record)
-        if before is not None and before != name:
-            raise ValueError(f"{out} holds {before}, not {name}. Name another folder with --out.")
-
-
-def _repository_of(record: Path) -> str | None:
-    """The repository of a folder's record; None if the record is damaged: every file is then compared again."""
     try:
-        return str(json.loads(read_text(record))["repository"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+        record: Any = json.loads(read_text(out / RECORD_NAME))
+        repository, files = str(record["repository"]), [str(file["name"]) for file in record.get("files", ())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []  # no record, or a damaged one: every file is compared again
+    if repository != name:
+        raise ValueError(f"{out} holds {repository}, not {name}. Name another folder with --out.")
+    return [file for file in files if (out / file).is_file()]
 
 
 def _check_space(out: Path, size: int) -> None:
