@@ -27,6 +27,9 @@ TALKS = [
 ]
 
 
+CALL = {"role": "assistant", "content": "b", "tool_calls": [{"arguments": {"x": ["<eos>"]}}]}
+
+
 def write_chats(path, talks, key="messages"):
     path.write_text("".join(json.dumps({key: messages}) + "\n" for messages in talks))
     return SourceConfig(name="chats", kind="jsonl", paths=(str(path),), messages_key=key)
@@ -162,6 +165,12 @@ def test_whole_rows_leave_less_padding_than_a_document(documents_dataset):
         ({"messages": talk("<eos>", "x")}, "message 1 contains the special token '<eos>'"),
         ({"messages": talk("a", "\ufdd0")}, "U+FDD0"),
         ({"messages": talk("a", "\ud800")}, "lone surrogate"),
+        ({"messages": [{"from": ["human"], "value": "Hi"}, *talk("a", "b")]}, "message 1 has no role"),
+        ({"messages": [*talk("a"), CALL]}, "message 2 contains the special token '<eos>'"),
+        ({"messages": [*talk("a"), {"role": "assistant", "reasoning": "\ufdd0"}]}, "U+FDD0"),
+        ({"messages": talk("a", "b"), "tools": [{"name": "<eos>"}]}, "tools contains the special token '<eos>'"),
+        ({"messages": talk("a", "b"), "tools": ["f"]}, "tools is not a list of objects"),
+        ({"messages": talk("a", "b"), "tools": "f(x)"}, "tools is not a list of objects"),
     ],
 )
 def test_a_bad_conversation_is_named_by_file_and_line(tmp_path, record, reason):
@@ -186,8 +195,9 @@ def test_messages_of_another_shape_and_tools_reach_the_template():
     source = "{{ tools | tojson }}{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
     chats = Conversations(ChatTemplate(source, {}))
     messages = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    document = chats.document(messages, {"tools": [{"name": "f"}]}, 1)
-    assert document.text == '[{"name": "f"}]user=a;assistant=b;'
+    for tools in ([{"name": "f"}], '[{"name": "f"}]'):  # many data sets hold them as JSON text
+        document = chats.document(messages, {"tools": tools}, 1)
+        assert document.text == '[{"name": "f"}]user=a;assistant=b;'
 
 
 def test_a_tokenizer_without_a_template_and_text_beside_chats(tmp_path):

@@ -100,6 +100,26 @@ def test_chats_in_a_table_leave_out_the_fields_a_row_does_not_have(tmp_path):
     assert [d.text for d in found] == ["Falsea Trueb ", "Falsec Falsed "]
 
 
+def test_calls_in_a_table_have_the_arguments_of_their_own_row_alone(tmp_path):
+    import pyarrow.parquet as parquet
+    from titan_train.data.sources.chat import Conversations
+    from titan_train.tokenizers import ChatTemplate
+
+    def row(**arguments):
+        call = [{"name": "f", "arguments": arguments}]
+        return {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": call}]
+        }
+
+    parquet.write_table(pa.Table.from_pylist([row(x=1), row(y=2)]), tmp_path / "a.parquet")
+    source = SourceConfig(name="t", kind="parquet", paths=(str(tmp_path / "a.parquet"),), messages_key="messages")
+    text = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    (file,) = list_files(source)
+    found = list(read_documents(file, source, FileReader(file.path), 1, Conversations(ChatTemplate(text, {}))))
+    calls = ['a[{"name": "f", "arguments": {"x": 1}}]', 'a[{"name": "f", "arguments": {"y": 2}}]']
+    assert [document.text for document in found] == calls
+
+
 def test_bad_rows_are_named(tmp_path, tokenizer):
     import pyarrow.parquet as parquet
 

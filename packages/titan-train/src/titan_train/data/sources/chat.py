@@ -1,16 +1,18 @@
 """Conversations: checked, written by the chat template, and encoded with a label for what the assistant wrote.
 
 A message is an object with ``role`` and ``content`` (or ``from`` and ``value``, with the roles human and gpt). Its other
-fields are given to the template, as is the record's list of ``tools``.
+fields are given to the template, as is the record's list of ``tools`` (or that list as JSON text).
 
 `messages_of` finds the messages of records in other forms.
 
-A message whose content names a special token is refused: the template's text would end the turn there, and what follows
-would pass for another speaker's words.
+A message that names a special token, in its content or a call, is refused: the template's text would end the turn there, and
+what follows would pass for another speaker's words.
 """
 
+import contextlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -84,27 +86,26 @@ class Conversations:
             ValueError: If it is not a conversation, or the template refuses it.
         """
         turns = _checked(messages)
-        texts = [text for turn in turns for text in _texts(turn.get("content"))]
         if self._template is None:
-            text = "\n".join(texts)
+            text = "\n".join(text for turn in turns for text in _texts(turn.get("content")))
             return Document(text, text.encode(), line)
         for number, turn in enumerate(turns, start=1):
-            for text in _texts(turn.get("content")):
-                self._check_text(number, text)
-        tools = record.get("tools") if isinstance(record, dict) else None
-        rendered = self._template.render_spans(turns, tools=tools or None)
+            self._check_texts(f"message {number}", turn)
+        tools = _tools(record)
+        self._check_texts("tools", tools)
+        rendered = self._template.render_spans(turns, tools=tools)
         if not rendered.spans:
             raise ValueError("the chat template marks nothing that the assistant wrote")
         return Document(rendered.text, rendered.text.encode(), line, rendered.spans)
 
-    def _check_text(self, number: int, text: str) -> None:
-        check_message_text(text)
-        found = self._names.search(text) if self._names else None
-        if found:
-            raise ValueError(
-                f"message {number} contains the special token {found[0]!r}, which would end the turn there. Remove it from "
-                "the text"
-            )
+    def _check_texts(self, where: str, value: Any) -> None:
+        for text in _strings(value):
+            check_message_text(text)
+            found = self._names.search(text) if self._names else None
+            if found:
+                raise ValueError(
+                    f"{where} contains the special token {found[0]!r}, which would end the turn there. Remove it from the text"
+                )
 
 
 def conversations_for(
@@ -201,7 +202,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
         # columns of a table give None for what a row leaves out
         turn = {str(key): value for key, value in cast("dict[Any, Any]", message).items() if value is not None}
         if "role" not in turn and "from" in turn:
-            turn["role"] = _ROLES.get(turn["from"], turn["from"])
+            turn["role"] = _ROLES.get(str(turn["from"]), turn["from"])
             if "value" in turn:
                 turn.setdefault("content", turn["value"])
         if not isinstance(turn.get("role"), str):
@@ -213,6 +214,32 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
             raise ValueError(f"message {number} has a content of type {type(content).__name__}, not a string")
         turns.append(turn)
     return turns
+
+
+def _tools(record: Any) -> list[Any] | None:
+    held = record.get("tools") if isinstance(record, dict) else None
+    if not held:
+        return None
+    tools = held
+    if isinstance(held, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(held)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in cast("list[Any]", tools)):
+        raise ValueError(f"tools is not a list of objects, or that as JSON text, but {str(held)[:80]!r}")
+    return cast("list[Any]", tools) or None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a value of JSON, names of fields among them."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, dict):
+            left += [*cast("dict[Any, Any]", part), *cast("dict[Any, Any]", part).values()]
+        elif isinstance(part, list):
+            left += cast("list[Any]", part)
 
 
 def _texts(content: Any) -> list[str]:

@@ -8,7 +8,7 @@ needed: its folder is Arrow files, named in order by ``state.json``.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_train.config import SourceConfig
 from titan_train.config.data import AUTO_MESSAGES
@@ -137,6 +137,14 @@ def _rows(batch: Any) -> Iterator[Any]:
     """One row at a time: all of a batch may be a thousand copies of one long text."""
     for number in range(batch.num_rows):
         try:
-            yield {name: column[number].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+            columns = zip(batch.schema.names, batch.columns, strict=True)
+            yield {name: _present(column[number].as_py()) for name, column in columns}
         except UnicodeDecodeError as err:
             yield err
+
+
+def _present(value: Any) -> Any:
+    """A value without the fields that its row leaves out: a column's objects have those of all its rows, None where missing."""
+    if isinstance(value, dict):
+        return {key: _present(part) for key, part in cast("dict[Any, Any]", value).items() if part is not None}
+    return [_present(part) for part in cast("list[Any]", value)] if isinstance(value, list) else value
