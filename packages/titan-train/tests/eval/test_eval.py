@@ -9,7 +9,7 @@ import torch
 from exported_runs import trained
 from titan_testing import run_ranks
 from titan_train.cli import main
-from titan_train.eval.model import EvalModel, eval_model_of
+from titan_train.eval.model import EvalModel, eval_model_of, load_eval_model
 from titan_train.eval.perplexity import perplexity, rolling_windows, score
 from titan_train.eval.ranks import Ranks
 from titan_train.export.run import export_run
@@ -61,6 +61,24 @@ def test_scores_are_those_of_a_plain_forward_whatever_the_batch(folder: Path) ->
         assert got == pytest.approx(want, rel=1e-5)  # float32 logits of order one
     with pytest.raises(ValueError, match="a context of 0 and a continuation of 1"):
         score(model, [([], [1])], batch_size=1)
+
+
+def test_an_export_with_a_published_tokenizer_reads_as_many_tokens_at_once_as_the_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    export_run(trained(folder, "qwen3_debug", rope_theta=5000.0), tmp_path / "first", gate=False)
+    file = tmp_path / "first" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": int(1e30)}))
+    tokenizer = {"kind": "hf", "path": str(tmp_path / "first")}
+    run_dir = trained(folder, "qwen3_debug", run="published", tokenizer=tokenizer, rope_theta=5000.0)
+    export_run(run_dir, tmp_path / "second", gate=False)
+    lengths = [load_eval_model(path, device="cpu").max_length for path in (run_dir, tmp_path / "second")]
+    assert lengths == [64, 64]
+    config = tmp_path / "second" / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 64,', ""))
+    with pytest.raises(ValueError, match=r"does not say how many tokens its model reads at once\. Set --max-length"):
+        load_eval_model(tmp_path / "second")
 
 
 TASK = """

@@ -1,7 +1,7 @@
 """A run or an exported folder as something that scores and continues tokens."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ def load_eval_model(
     Args:
         folder: The folder.
         step: Which checkpoint of a run; None takes the newest.
-        max_length: Tokens to read at once; None takes the length of the training sequences.
+        max_length: Tokens to read at once; None takes the length of the training sequences of a run, or what an exported
+            folder says of its model.
         device: Where a run's model goes; None takes a GPU if there is one.
         trust_code: As in `load_run`, and in `load_exported`.
         code: As in `load_run`.
@@ -111,7 +112,7 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
         exported = load_exported(folder, trust_code=trust_code)
         eos = _token_id(folder, config["eos_token"])
         bos = _token_id(folder, config["bos_token"]) if config.get("bos_token") else eos
-        length = max_length or int(config["model_max_length"])
+        length = max_length or _read_at_once(folder, config)
 
     def logits(tokens: Tensor) -> Tensor:
         with using(folder):
@@ -134,6 +135,22 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
         eos_id=eos,
         max_length=length,
     )
+
+
+def _read_at_once(folder: Path, tokenizer: Mapping[str, Any]) -> int:
+    """The smaller of the lengths of the model and of its tokenizer, which may be absent or 1e30 for a published one.
+
+    Raises:
+        ValueError: The folder names neither.
+    """
+    file = folder / "config.json"
+    config: dict[str, Any] = json.loads(read_text(file)) if file.is_file() else {}
+    config = config.get("text_config") or config
+    named = [config.get("max_position_embeddings"), config.get("n_positions"), tokenizer.get("model_max_length")]
+    lengths = [int(value) for value in named if isinstance(value, int | float) and 0 < value < 2**31]
+    if not lengths:
+        raise ValueError(f"{folder} does not say how many tokens its model reads at once. Set --max-length.")
+    return min(lengths)
 
 
 def _token_id(folder: Path, name: str | dict[str, Any]) -> int:
