@@ -1,5 +1,6 @@
 """Averages in validation, generation and export; and a run that goes back after a spike."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -112,34 +113,79 @@ def test_the_mean_over_the_newest_checkpoints_is_what_is_loaded_and_validated(fo
         assert seen.losses[step] == pytest.approx(validate_with(folder, f"check-{step}", mean), abs=1e-6)
 
 
-def test_after_many_spikes_a_run_goes_back_and_on_with_later_data(folder):
-    class Spike(Observer):
-        """Makes the gradients of the steps on some samples far too large."""
+class Spike(Observer):
+    """Makes the gradients of the steps on some samples far too large."""
 
-        def on_batch(self, step, batches):
-            self.steps = [*getattr(self, "steps", []), (step, batches[-1].samples_consumed)]
-            poisoned = batches[-1].samples_consumed in (28, 32)
+    def __init__(self):
+        self.steps, self.phases = [], []
+
+    def phase(self, name, step):
+        self.phases.append((name, step))
+        return contextlib.nullcontext()
+
+    def on_batch(self, step, batches):
+        self.steps.append((step, batches[-1].samples_consumed))
+        self.poisoned = batches[-1].samples_consumed in (28, 32)
+        with torch.no_grad():
+            self.run.model.parts[0].lm_head.weight.mul_(1e3 if self.poisoned else 1.0)
+
+    def on_step(self, info):
+        assert info.result.spike == self.poisoned
+        if self.poisoned:
             with torch.no_grad():
-                self.run.model.parts[0].lm_head.weight.mul_(1e3 if poisoned else 1.0)
-                self.poisoned = poisoned
+                self.run.model.parts[0].lm_head.weight.mul_(1e-3)
 
-        def on_step(self, info):
-            assert info.result.spike == self.poisoned
-            if self.poisoned:
-                with torch.no_grad():
-                    self.run.model.parts[0].lm_head.weight.mul_(1e-3)
 
-    spike = Spike()
-    config = configured(
-        folder, "spikes", train={"steps": 9, "global_batch": 4}, checkpoint={"every": 2, "keep_last": 0},
+def spiking(folder, name):
+    return configured(
+        folder, name, train={"steps": 9, "global_batch": 4}, checkpoint={"every": 2, "keep_last": 0},
         spikes={"sigma": 20.0, "window": 3, "most": 2, "rewind": 1},
     )  # fmt: skip
-    with Trainer(config, callbacks=[spike]) as trainer:
+
+
+def test_after_many_spikes_a_run_goes_back_and_on_with_later_data(folder):
+    spike = Spike()
+    with Trainer(spiking(folder, "spikes"), callbacks=[spike]) as trainer:
         trainer.fit()
         run_dir = trainer.run_dir
     # steps 7 and 8 are left out; back to step 4, the newest that is one older than step 6, and on after sample 32
     assert spike.steps == [(n, 4 * n) for n in range(1, 9)] + [(n, 32 + 4 * (n - 4)) for n in range(5, 10)]
+    # a launcher allows as much time for it as for a save
+    assert spike.phases[spike.phases.index(("data", 8)) + 1] == ("checkpoint", 8)
     lines = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 10))
     (event,) = [line for line in lines if line.get("event") == "rewound"]
     assert (event["step"], event["spikes_from"], event["spikes_to"]) == (4, 7, 8)
+
+
+def test_a_run_that_went_back_and_was_lost_continues_after_the_spike(folder):
+    class Lost(Spike):
+        back = False
+
+        def on_rewind(self, step):
+            self.back = True
+
+        def on_step_start(self, step):
+            if self.back:
+                raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"), Trainer(spiking(folder, "lost"), callbacks=[Lost()]) as trainer:
+        trainer.fit()
+    with Trainer(spiking(folder, "lost")) as trainer:
+        assert trainer.step == 4  # not 6, the newest before the spike
+        assert trainer._loader.samples_consumed == 32
+
+
+def test_a_run_goes_back_past_a_damaged_checkpoint(folder):
+    class Damage(Spike):
+        def on_checkpoint(self, step, seconds):
+            if len(self.steps) == step == 4:  # not when it is made again
+                (file,) = (self.run.run_dir / "checkpoints" / "step-00000004").glob("model-*.safetensors")
+                data = bytearray(file.read_bytes())
+                data[-1] ^= 1
+                file.write_bytes(data)
+
+    with Trainer(spiking(folder, "gone"), callbacks=[Damage()]) as trainer:
+        trainer.fit()
+        lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line.get("event") == "rewound"] == [2]

@@ -39,8 +39,10 @@ class BestValidation:
         return 0 < self._patience <= self._waited
 
     def loss_at(self, step: int) -> float | None:
-        """The validation loss of a step, if the newest validation was after it."""
-        return self._newest.loss if self._newest is not None and self._newest.step == step else None
+        """The validation loss of a step, if the newest validation was after it, or the best one."""
+        if self._newest is not None and self._newest.step == step:
+            return self._newest.loss
+        return self.loss if 0 < self.step == step else None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""

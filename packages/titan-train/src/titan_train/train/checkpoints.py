@@ -118,7 +118,7 @@ class Checkpoints:
         self.checkpointer.save(step, self._state(), metrics=metrics)
 
     def rewind(self, step: int) -> int | None:
-        """Restore all but the data's position from the newest checkpoint that is not after ``step``. Collective.
+        """Restore all but the data's position from the newest intact checkpoint that is not after ``step``. Collective.
 
         Returns:
             Its step; None if there is none, and nothing is restored.
@@ -126,8 +126,7 @@ class Checkpoints:
         saved = [other for other in self._saved() if other <= step]
         if not saved:
             return None
-        self.checkpointer.restore(dataclasses.replace(self._state(), data=None), max(saved))
-        return max(saved)
+        return self.checkpointer.restore(dataclasses.replace(self._state(), data=None), max(saved), fallback=True)
 
     @contextlib.contextmanager
     def averaged(self) -> Generator[None]:

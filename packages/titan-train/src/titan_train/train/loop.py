@@ -182,7 +182,10 @@ class TrainingLoop(ObservedRun):
         """
         here, before = self.step, self.step - self._spikes.in_a_row
         back = self.config.spikes.rewind
-        found = self._checkpoints.rewind(before - back) if back else None
+        found = None
+        if back:
+            with self._phase("checkpoint", here):
+                found = self._checkpoints.rewind(before - back)
         self._spikes.forget(norms=found is None)
         if found is None:
             self.message(
@@ -205,6 +208,7 @@ class TrainingLoop(ObservedRun):
         self.message(
             f"gradients of steps {before + 1} to {here} were far too large: back to step {found}, on with later data"
         )
+        self.save()  # what a restart continues from: these weights, with the data after the spikes
         return True
 
     def _minutes_due(self) -> bool:
