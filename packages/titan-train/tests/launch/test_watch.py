@@ -1,12 +1,19 @@
+import io
 import threading
 from types import SimpleNamespace
 
+import pytest
 import torch
-from titan_train.config import LaunchConfig
+from titan_train.config import Config, LaunchConfig
+from titan_train.launch.job import Attempt, RankExit
 from titan_train.launch.rank import monitor as monitor_module
 from titan_train.launch.rank.heartbeat import Beat, Heartbeat, Phase, read_beat
 from titan_train.launch.rank.monitor import RankMonitor
-from titan_train.launch.supervise.watch import find_hang, find_stragglers
+from titan_train.launch.supervise import attempt as attempt_module
+from titan_train.launch.supervise.attempt import WatchedAttempt
+from titan_train.launch.supervise.journal import Journal
+from titan_train.launch.supervise.requests import Requests
+from titan_train.launch.supervise.watch import Hang, find_hang, find_stragglers
 
 
 def beat(age_s=0.1, phase=Phase.TRAIN, step_s=1.0, alone_s=0.0):
@@ -92,3 +99,30 @@ def test_a_shape_that_is_compiled_in_mid_run_does_not_look_like_a_hang(tmp_path,
     assert read_beat(file).phase is Phase.TRAIN
     assert with_compiler == [600, 600, 600]  # a peer that waits set its time-out before it could know
     assert list(run(lambda step: None)) == [120, 600, 120]
+
+
+def watched(tmp_path, job, **words):
+    journal = Journal(tmp_path / "attempts.jsonl", io.StringIO())
+    attempt = Attempt(0, Config(), tmp_path, 2)
+    return WatchedAttempt(attempt, job, requests=Requests(), journal=journal, lost_at=None, **words)
+
+
+def test_dumps_of_an_earlier_command_explain_no_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr(attempt_module, "_DUMP_S", 0.1)
+    folder = tmp_path / "hangs" / "attempt-0"
+    folder.mkdir(parents=True)
+    for rank in (0, 1):
+        (folder / f"rank-{rank}.json").write_text("[]")
+    job = SimpleNamespace(order=lambda _: None, node_of=lambda _: "here")
+    found = watched(tmp_path, job, can_grow=lambda: False)
+    found._explain(Hang(9.0, 5.0, 3), progressed=True)
+    assert "ranks 0, 1 did not respond" in found._outcome.ended.text
+
+
+def test_an_attempt_that_fails_does_not_grow(tmp_path, monkeypatch):
+    monkeypatch.setattr(attempt_module, "_GRACE_S", 0.1)
+    ends = [[RankExit(0, 1)]]
+    beats = {0: beat(), 1: beat()}
+    job = SimpleNamespace(exits=lambda _: ends.pop() if ends else [], beats=lambda: beats, node_of=lambda _: "here")
+    found = watched(tmp_path, job, can_grow=lambda: pytest.fail("it looks for more ranks"))
+    assert not found.watch().growing

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -154,6 +155,7 @@ class WatchedAttempt:
     def _explain(self, hang: Hang, *, progressed: bool) -> None:
         """Collect the ranks' dumps and name the rank that the others wait for."""
         folder = self._attempt.run_dir / "hangs" / f"attempt-{self._attempt.number}"
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier command, whose attempts had the same numbers
         self._job.order(Order.DUMP)
         with contextlib.suppress(OSError):  # the disk fails: no dumps, and the hang is known still
             wait_for_dumps(folder, self._attempt.world_size, _DUMP_S)
@@ -168,7 +170,7 @@ class WatchedAttempt:
         )
 
     def _grow_if_possible(self, now: float) -> None:
-        if now < self._next_grow or self._requests.stops or self._outcome.growing:
+        if now < self._next_grow or self._failures or self._requests.stops or self._outcome.growing:
             return
         self._next_grow = now + _GROW_S
         if _progressed(self._job.beats()) and self._can_grow():
