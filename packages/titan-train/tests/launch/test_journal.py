@@ -1,10 +1,13 @@
-"""The supervisor's own files on a disk that is full: `/dev/full` answers every write with a real ENOSPC."""
+"""The supervisor without ranks. Its own files on a disk that is full: `/dev/full` answers every write with a real ENOSPC."""
 
 import errno
 import io
 import json
 
-from titan_train.config import Config
+import pytest
+from titan_train.config import Config, LaunchConfig, TrainConfig
+from titan_train.launch.job import Attempt
+from titan_train.launch.place.here import _Places
 from titan_train.launch.supervise import supervisor as module
 from titan_train.launch.supervise.journal import Journal
 from titan_train.launch.supervise.supervisor import Supervisor
@@ -71,3 +74,66 @@ def test_an_error_that_waiting_does_not_cure_ends_the_attempt_at_once(tmp_path):
     supervisor._budget._most = 0
     assert supervisor.run() == 1
     assert "Permission denied" in out.getvalue()
+
+
+class Few(NoRanks):
+    """Ranks that are there, one count after the other; then as the last."""
+
+    def __init__(self, *counts):
+        self.counts, self.sizes = list(counts), []
+
+    def capacity(self):
+        return self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
+
+    def start(self, attempt):
+        self.sizes.append(attempt.world_size)
+        return super().start(attempt)
+
+
+def elastic(launcher, tmp_path, monkeypatch, wait_s):
+    monkeypatch.setattr(module, "_RANKS_S", wait_s)
+    config = Config(launch=LaunchConfig(elastic=True, max_restarts=2), train=TrainConfig(global_batch=4))
+    out = io.StringIO()
+    supervisor = Supervisor(launcher, config, tmp_path, ranks=2, out=out)
+    monkeypatch.setattr(supervisor, "_sleep", lambda _: None)
+    return supervisor, out
+
+
+def test_too_few_ranks_after_a_loss_are_a_lost_attempt_and_no_mistake(tmp_path, monkeypatch):
+    supervisor, out = elastic(Few(2, 0), tmp_path, monkeypatch, 0.0)
+    assert supervisor.run() == 1
+    assert "lost     0 of 2 ranks are left" in out.getvalue()
+    assert "launch.max_restarts=2 restarts within" in out.getvalue()
+    assert [json.loads(line)["attempt"] for line in (tmp_path / "attempts.jsonl").read_text().splitlines()] == [0, 1, 2]
+
+
+def test_enough_ranks_are_waited_for_after_a_loss_and_not_at_the_start(tmp_path, monkeypatch):
+    launcher = Few(2, 0, 0, 1, 2)
+    supervisor, out = elastic(launcher, tmp_path, monkeypatch, 600.0)
+    assert supervisor.run() == 1
+    assert launcher.sizes == [2, 1, 2]
+    assert out.getvalue().count("waiting  0 of 2 ranks are left") == 1
+    supervisor, _ = elastic(Few(0), tmp_path, monkeypatch, 600.0)
+    with pytest.raises(ValueError, match="0 of 2 ranks are left"):
+        supervisor.run()
+
+
+def test_the_last_places_of_a_machine_stay_in_use(tmp_path):
+    places = _Places(2)
+    attempt = Attempt(0, Config(launch=LaunchConfig(elastic=True)), tmp_path, 2)
+    for place in (0, 0, 1, 1):
+        places.lost(place, attempt, 0)
+    assert places.usable() == [1]
+
+
+def test_a_stop_while_the_run_grows_starts_nothing_more(tmp_path, monkeypatch):
+    supervisor = Supervisor(NoRanks(), Config(), tmp_path, ranks=2, out=io.StringIO())
+    started = []
+
+    def grow(number):
+        started.append(number)
+        supervisor._requests.stops = 1
+        return Attempt(number, Config(), tmp_path, 1), module.Outcome(growing=len(started) == 1)
+
+    monkeypatch.setattr(supervisor, "_next", grow)
+    assert (supervisor.run(), started) == (0, [0])

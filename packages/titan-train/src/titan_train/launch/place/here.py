@@ -77,7 +77,7 @@ class _Places:
 
     def lost(self, place: int, attempt: Attempt, rank: int) -> None:
         launch = attempt.config.launch
-        if not launch.elastic:
+        if not launch.elastic or len(self.usable()) <= launch.min_ranks:  # the last places stay in use
             return
         seconds = _asked_for(attempt, rank)
         if self._last == place:

@@ -31,6 +31,7 @@ from titan_train.launch.supervise.restarts import Ended, RestartBudget
 Made = TypeVar("Made")
 _TICK_S = 0.1
 _ROOM_S = 600.0  # how long a full disk is waited for before an attempt
+_RANKS_S = 600.0  # how long an elastic run waits for enough ranks after a loss
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -110,7 +111,7 @@ class Supervisor:
             number = attempt.number
             self._journal.record(record_of(attempt, outcome))
             number += 1
-            if outcome.ended is None and (outcome.finished or not outcome.growing):
+            if outcome.ended is None and (outcome.finished or not outcome.growing or self._requests.stops):
                 return 0  # all steps are made, or the person asked to stop
             if outcome.ended is None:
                 continue
@@ -129,9 +130,23 @@ class Supervisor:
         return attempt, self._watch(attempt, job)
 
     def _next(self, number: int) -> tuple[Attempt, Outcome]:
-        config, size = self._size()
-        attempt = Attempt(number, config, self._run_dir, size)
-        return attempt, self._one(attempt)
+        attempt = Attempt(number, self._config, self._run_dir, self._full)
+        saved = self._saved() or 0
+        try:
+            config, size = self._size(wait_s=_RANKS_S if number else 0.0)
+            attempt = Attempt(number, config, self._run_dir, size)
+            self._when_there_is_room(lambda: self._prepare(attempt))
+            job = self._when_there_is_room(lambda: self._launcher.start(attempt))
+        except ValueError as err:
+            if number == 0:
+                raise
+            # Elastic, a node that went away after it was counted is counted again.
+            ended = Ended(str(err), saved, progressed=False, users_mistake=not self._config.launch.elastic)
+            return attempt, Outcome(ended, from_step=saved, to_step=saved, lost_at=time.monotonic())
+        except OSError as err:
+            ended = Ended(f"the ranks could not be started: {err}", saved, progressed=False)
+            return attempt, Outcome(ended, from_step=saved, to_step=saved, lost_at=time.monotonic())
+        return attempt, self._watch(attempt, job)
 
     def _after(self, outcome: Outcome, ended: Ended) -> int | None:
         """What follows a lost attempt: the exit code, or None to start again."""
@@ -149,30 +164,30 @@ class Supervisor:
         self._sleep(decision.wait_s)
         return 0 if self._requests.stops else None
 
-    def _size(self) -> tuple[Config, int]:
-        """How many ranks the next attempt has, and its degrees."""
+    def _size(self, wait_s: float) -> tuple[Config, int]:
+        """How many ranks the next attempt has, and its degrees; while too few are there, say so once and count again.
+
+        Raises:
+            ValueError: No layout fitted those that were there in ``wait_s`` seconds.
+        """
         if not self._config.launch.elastic:
             return self._config, self._full
-        config, size = fit_layout(self._config, self._launcher.capacity(), full=self._full, unit=self._unit)
-        if size < self._full:
-            self._journal.say(f"elastic  {size} of {self._full} ranks")
-        return config, size
-
-    def _one(self, attempt: Attempt) -> Outcome:
-        saved = self._saved() or 0
-        try:
-            self._when_there_is_room(lambda: self._prepare(attempt))
-            job = self._when_there_is_room(lambda: self._launcher.start(attempt))
-        except ValueError as err:
-            if attempt.number == 0:
-                raise
-            # Elastic, a node that went away after it was counted is counted again, not waited for.
-            ended = Ended(str(err), saved, progressed=False, users_mistake=not self._config.launch.elastic)
-            return Outcome(ended, from_step=saved, to_step=saved, lost_at=time.monotonic())
-        except OSError as err:
-            ended = Ended(f"the ranks could not be started: {err}", saved, progressed=False)
-            return Outcome(ended, from_step=saved, to_step=saved, lost_at=time.monotonic())
-        return self._watch(attempt, job)
+        deadline = time.monotonic() + wait_s
+        waiting = False
+        while True:
+            try:
+                config, size = fit_layout(self._config, self._launcher.capacity(), full=self._full, unit=self._unit)
+            except ValueError as err:
+                if time.monotonic() >= deadline or self._requests.stops:
+                    raise
+                if not waiting:
+                    self._journal.say(f"waiting  {str(err).partition(':')[0]}. Bring more back, or press Ctrl-C")
+                waiting = True
+                self._sleep(1.0)
+            else:
+                if size < self._full:
+                    self._journal.say(f"elastic  {size} of {self._full} ranks")
+                return config, size
 
     def _watch(self, attempt: Attempt, job: RunningJob) -> Outcome:
         can_grow = attempt.world_size < self._full
