@@ -200,6 +200,17 @@ def test_messages_of_another_shape_and_tools_reach_the_template():
         assert document.text == '[{"name": "f"}]user=a;assistant=b;'
 
 
+def test_conversations_that_were_prepared_ahead_stay_whole(tmp_path):
+    expected = datasets(write_chats(tmp_path / "a.jsonl", TALKS), tmp_path)
+    (manifest,) = (tmp_path / "cache").glob("*/manifest.json")
+    tokens = SourceConfig(name="chats", kind="tokens", paths=(str(manifest.parent),))
+    found = datasets(tokens, tmp_path)
+    every = np.arange(expected.num_windows)
+    assert found.num_windows == expected.num_windows
+    assert [row.tokens.tolist() for row in found.rows(every)] == [row.tokens.tolist() for row in expected.rows(every)]
+    assert datasets(replace(tokens, packing="cut"), tmp_path).fingerprint != found.fingerprint
+
+
 def test_a_tokenizer_without_a_template_and_text_beside_chats(tmp_path):
     source = write_chats(tmp_path / "a.jsonl", TALKS)
     with pytest.raises(ValueError, match=r"has no chat template.*tokenizer\.chat_template"):

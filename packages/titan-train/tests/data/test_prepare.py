@@ -230,6 +230,15 @@ def test_validation_sources_are_read_whole_and_too_little_held_out_text_is_said(
     assert build_datasets(nothing, tokenizer, seq_len=1000, seed=1, cache_dir=tmp_path / "cache")[1] is None
 
 
+def test_a_validation_source_that_is_too_short_is_said(tmp_path, write_jsonl, tokenizer, caplog):
+    write_jsonl(tmp_path / "a.jsonl", 100)
+    (tmp_path / "v.txt").write_text("short")
+    extra = SourceConfig(name="news", kind="text", paths=(str(tmp_path / "v.txt"),))
+    config = _config(tmp_path / "a.jsonl", validation_sources=(extra,), validation_fraction=0.0)
+    assert build_datasets(config, tokenizer, seq_len=64, seed=1, cache_dir=tmp_path / "cache")[1] is None
+    assert "source 'news': 6 tokens (< 65 per sample); skipping it. Name more text." in caplog.text
+
+
 def test_missing_paths_are_refused_with_the_nearest_that_exist(tmp_path, write_jsonl, tokenizer):
     write_jsonl(tmp_path / "corpus.jsonl", 5)
     with pytest.raises(ValueError, match=r"'web'.*corpsu.jsonl' does not exist. Did you mean '.*corpus.jsonl'"):

@@ -126,16 +126,23 @@ def open_datasets(
     for source in config.validation_sources:
         held_out[source.name], _ = _open_source(source, config, tokenizer, cache, template)
     weights = {source.name: source.weight for source in (*config.sources, *config.validation_sources)}
-    whole = {source.name for source in (*config.sources, *config.validation_sources) if source.packs_whole}
+    opened: dict[str, TokenSource | StreamedRows] = {**held_out, **train}
+    whole = {
+        source.name
+        for source in (*config.sources, *config.validation_sources)
+        if source.packs_whole or (source.packing == "auto" and _holds_chats(opened[source.name]))
+    }
     least = {name: 2 if name in whole else seq_len + 1 for name in held_out}
     enough = {name: source for name, source in held_out.items() if source.num_tokens >= least[name]}
+    own = {source.name for source in config.validation_sources}
     for name in held_out.keys() - enough.keys():
-        if config.validation_fraction > 0:
+        if config.validation_fraction > 0 or name in own:
             _logger.warning(
-                "held-out part of source %r: %d tokens (< %d per sample); skipping it. Raise data.validation_fraction.",
+                "held-out part of source %r: %d tokens (< %d per sample); skipping it. %s.",
                 name,
                 held_out[name].num_tokens,
                 least[name],
+                "Name more text" if name in own else "Raise data.validation_fraction",
             )
 
     def packed(
@@ -210,6 +217,11 @@ def _open_source(
             "Make each kind a source of its own."
         )
     return opened(TRAIN), opened(VALIDATION)
+
+
+def _holds_chats(source: TokenSource | StreamedRows) -> bool:
+    """Whether these are conversations that were prepared ahead: no setting of a source of tokens says so."""
+    return isinstance(source, ShardedTokens) and source.not_learned_from is not None
 
 
 def _checked_manifest(folder: Path, tokenizer: Tokenizer) -> DataManifest:
