@@ -121,6 +121,13 @@ def test_max_bad_limits_the_number(bad_file, tmp_path, tokenizer):
         prepare(config, tokenizer, cache_dir=tmp_path / "cache")
 
 
+def test_max_bad_is_asked_of_what_is_prepared_already(bad_file, tmp_path, tokenizer):
+    options = {"on_error": "skip", "max_bad_fraction": 1.0}
+    prepare(_config(bad_file, **options), tokenizer, cache_dir=tmp_path / "cache")
+    with pytest.raises(MalformedInputError, match=r"data\.max_bad=3"):
+        prepare(_config(bad_file, max_bad=3, **options), tokenizer, cache_dir=tmp_path / "cache")
+
+
 @pytest.mark.parametrize("suffix", ["zst", "gz"])
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
 def test_truncated_and_damaged_archives_are_seen_and_keep_what_came_before(tmp_path, tokenizer, suffix, damage):

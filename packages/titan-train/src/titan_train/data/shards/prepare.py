@@ -242,6 +242,7 @@ def _is_prepared(folder: PreparedFolder[_Progress], source: SourceConfig, config
         bad = folder.bad_documents(source.name, config)
         bad.seen = sum(manifest.num_documents(split) for split in _SPLITS) + sum(manifest.bad.values())
         bad.counts.update(manifest.bad)
+        bad.check_count()
         bad.check_share()
     return True
 

@@ -111,10 +111,18 @@ class BadDocuments:
             _logger.warning("left out (%s, logged once for each file and kind): %s", bad.kind, bad)
         if self._on_error == "quarantine" and self._quarantine is not None:
             self._keep_copy(self._quarantine, bad)
-        if self._max_count and self.counts.total() > self._max_count:
-            self._too_many(f"data.max_bad={self._max_count}")
+        self.check_count()
         if self.seen >= _EARLY_DOCUMENTS:
             self.check_share()
+
+    def check_count(self) -> None:
+        """Check the number of malformed documents.
+
+        Raises:
+            MalformedInputError: If it is above the limit.
+        """
+        if self._max_count and self.counts.total() > self._max_count:
+            self._too_many(f"data.max_bad={self._max_count}")
 
     def check_share(self) -> None:
         """Check the share of malformed documents; call it again at the end of the source.
