@@ -62,6 +62,13 @@ def test_the_command_prepares_and_shows(tree, tmp_path, capsys):
     assert "unknown command 'data list'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["vlm_shapes", "flux_shapes"])
+def test_samples_of_another_task_are_refused(name, tmp_path, capsys):
+    assert main(["data", "show", name, "--data.cache_dir", str(tmp_path / "cache")]) == 2
+    assert "data show is for text" in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_command_loads_no_torch(tmp_path, tree):
     code = (
         "import sys; from titan_train.cli import main; main(['data', 'show', 'debug', '--samples', '1', "

@@ -107,8 +107,14 @@ def show(parser: CommandParser, words: Sequence[str]) -> int:
     config = parser.read_config(arguments.config, settings)
 
     from titan_train.inputs import open_inputs, prepare_inputs
+    from titan_train.task import task_name
     from titan_train.terminal import clean_console
 
+    if (task := task_name(config)) != "text":
+        raise ValueError(
+            f"data show is for text, but {config.model.name} is trained on {task!r}. `titan-train data prepare` reads and checks "
+            "such data; the run's folder shows what each validation samples."
+        )
     prepare_inputs(config)
     inputs = open_inputs(config)
     console = clean_console(highlight=False, soft_wrap=True)
