@@ -26,7 +26,7 @@ from titan_train.data import (
 )
 from titan_train.data.prepared import one_process
 from titan_train.data.tokenizer import is_trained
-from titan_train.files import read_text, write_atomic
+from titan_train.files import local_path, read_text, write_atomic
 from titan_train.run_folder.place import check_writable
 from titan_train.task import Task, TaskInputs, task_name
 from titan_train.tokenizers import ChatTemplate, LabelBytes, Tokenizer, load_tokenizer
@@ -195,7 +195,7 @@ def vocab_size_without_training(config: Config) -> int | None:
     """
     if config.tokenizer.trains_here:
         return config.tokenizer.vocab_size
-    if config.tokenizer.path and not Path(config.tokenizer.path).exists():
+    if config.tokenizer.path and not local_path(config.tokenizer.path).exists():
         return None
     return build_tokenizer(config.tokenizer, config.data).vocab_size
 

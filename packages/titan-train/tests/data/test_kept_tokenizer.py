@@ -1,10 +1,26 @@
 """A run's folder keeps its tokenizer and chat template: it is used where the original files are not."""
 
+import base64
 import shutil
 
 import pytest
 from titan_train.config import parse_config
-from titan_train.inputs import load_saved_tokenizer, open_inputs, prepare_inputs, save_tokenizer
+from titan_train.inputs import (
+    load_saved_tokenizer,
+    open_inputs,
+    prepare_inputs,
+    save_tokenizer,
+    vocab_size_without_training,
+)
+
+
+def test_a_tokenizer_has_its_size_however_its_path_is_written(tmp_path, monkeypatch):
+    ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "ranks.model").write_text(ranks)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (f"{tmp_path}/ranks.model", "~/ranks.model", f"hf:{tmp_path}/ranks.model"):
+        config = parse_config({"tokenizer": {"kind": "tiktoken", "path": path}})
+        assert vocab_size_without_training(config) == 512, path  # 256 bytes and Llama 3's 256 special tokens
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
