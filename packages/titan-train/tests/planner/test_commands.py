@@ -4,12 +4,15 @@ import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tomli_w
 from titan_train.cli import main
-from titan_train.planner import load_machine
+from titan_train.config import load_config
+from titan_train.planner import Setup, load_machine
 from titan_train.planner.hardware.measure import MeasuredRates, hardware_table
+from titan_train.planner.translate import config_toml, setup_of_config
 
 
 def test_estimate_prints_terms_and_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +113,32 @@ def test_plan_takes_a_configuration_a_measured_machine_and_constants_of_ones_own
 def test_plan_of_a_diffusion_model_has_its_own_number_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "flux_schnell", "--rehearse", "0", "--devices", "8", "--global-batch", "64"]) == 0
     assert "64 sequences of 4,352 tokens" in capsys.readouterr().out
+
+
+def test_a_plan_of_another_stack_is_not_written_as_a_configuration(tmp_path: Path, capsys) -> None:
+    words = ["plan", "llama3_8b", "--devices", "64", "--global-batch", "256", "--stack", "te", "--precision", "delayed"]
+    assert main([*words, "--out", str(tmp_path / "plan")]) == 0
+    assert "no configuration: the trainer has no --stack te" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "plan.svg"]
+
+
+def test_what_is_not_searched_is_planned_as_the_configuration_has_it(tmp_path: Path, monkeypatch) -> None:
+    planned: list[Setup] = []
+
+    def written(name: str, setup: Setup, **rest: Any) -> str:
+        planned.append(setup)
+        return config_toml(name, setup, **rest)
+
+    monkeypatch.setattr("titan_train.planner.translate.config_toml", written)
+    base = tmp_path / "base.toml"
+    base.write_text(
+        'extends = "lora"\n[parallel]\nreduce_dtype = "bf16"\n[float8]\nmin_speedup = 0.5\n[launch]\ndevice = "auto"\n'
+    )
+    words = ["plan", str(base), "--devices", "2", "--global-batch", "8", "--rehearse", "0"]
+    assert main([*words, "--out", str(tmp_path / "plan")]) == 0
+    (setup,) = planned
+    assert setup_of_config(load_config(str(tmp_path / "plan.toml")), 2) == setup
+    assert (setup.task, setup.grad_bytes, setup.min_speedup, setup.states) == ("lora", 2, 0.5, "fp32")
 
 
 def test_plan_compares_two_of_its_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -397,7 +397,7 @@ def test_an_update_with_small_states_moves_the_bytes_that_the_planner_counts(sta
 ODD = {
     "parallel.mode": "ddp", "parallel.reshard": "never", "parallel.async_tp": "true", "parallel.offload": "cpu",
     "parallel.accumulate": "unsharded", "parallel.compress": "bf16", "activations.mlp_tiles": 4, "activations.offload": "true",
-    "float8.recipe": "rowwise", "train.fused_loss": "false", "train.dtype": "fp32",
+    "float8.recipe": "rowwise", "train.fused_loss": "false", "train.dtype": "fp32", "optimizer.states": "int8",
 }  # fmt: skip
 
 
@@ -451,6 +451,25 @@ def test_adapters_are_predicted_as_adapters() -> None:
     assert "gradients" not in adapted
     assert adapted["optimizer"] < whole["optimizer"] / 20
     assert adapted["parameters"] == whole["parameters"]  # frozen ones stay in float32
+
+
+def test_adapters_are_planned_as_adapters() -> None:
+    asked = request("llama3_8b", 1, 2048, 8, states=("fp32",))
+    assert all(e.setup.offload_optimizer for e in search(asked).best)  # all states do not fit one H100
+    best = search(replace(asked, task="lora")).best
+    assert best
+    assert {(e.setup.task, e.setup.offload_optimizer) for e in best} == {("lora", 0.0)}
+    sharded = search(replace(asked, task="lora", gpus=8)).best
+    assert any(e.setup.tp > 1 for e in sharded)
+    assert not any(e.setup.async_tp for e in sharded)  # which adapters lack
+
+
+def test_given_numbers_are_kept_or_refused_by_name() -> None:
+    asked = request("llama3_8b", 8, 8192, 64, fixed={"ep": 2})
+    assert not search(asked).best
+    assert "no legal layout has ep=2. With the other choices ep may be 1." in refuse_search(asked, None)
+    wide = search(request("llama3_1b", 8, 512, 2048, fixed={"microbatch": 32})).best
+    assert {e.setup.microbatch for e in wide} == {32}
 
 
 def test_copies_that_follow_from_the_degrees_are_predicted_as_those_asked_for() -> None:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from titan_train.cli.parser import integer, number
 
@@ -98,9 +98,10 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     if arguments.explain:
         _chosen(ranking, shown, *arguments.explain)
     base = configuration_of(arguments.model)
-    trained = bool(base or request.shape.name in list_models() or request.shape.name.startswith(PREFIX))
+    te = arguments.stack.startswith("te")  # another program's
+    trained = not te and bool(base or request.shape.name in list_models() or request.shape.name.startswith(PREFIX))
     nproc, notes = min(request.machine.domain, 8), list[str]()
-    if arguments.rehearse and trained and not arguments.stack.startswith("te"):
+    if arguments.rehearse and trained:
         notes = rehearse_first(
             ranking, arguments.rehearse, partial(config_toml, request.shape.name, nproc=nproc, base=base)
         )
@@ -124,7 +125,12 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
             toml.write_text(config_toml(request.shape.name, ranking.best[0].setup, nproc=nproc, base=base))
             print(f"configuration: {toml}; check it with titan-train check {toml}")
         else:
-            print(f"no configuration: {request.shape.name} is not a shipped model")
+            why = (
+                f"the trainer has no --stack {arguments.stack}"
+                if te
+                else f"{request.shape.name} is not a shipped model"
+            )
+            print(f"no configuration: {why}")
     if arguments.trace:
         from titan_train.planner.view.trace import step_trace
 
@@ -200,7 +206,9 @@ def formats_of_states(
         raise ValueError(
             "--states: formats are those of adamw on torch. Use optimizer.name='adamw' and --stack compile."
         )
-    default = ("fp32", "bf16", "int8") if adamw and optimizer.states == "fp32" else (optimizer.states,)
+    adapters = config is not None and config.model.lora_rank > 0  # their states are small in any format
+    smaller = adamw and optimizer.states == "fp32" and not adapters
+    default = ("fp32", "bf16", "int8") if smaller else (optimizer.states,)
     states = tuple(arguments.states or default)
     more = ADAMW_STATE_BYTES[states[0]] - ADAMW_STATE_BYTES[optimizer.states]
     blocks, ends = optimizer.state_bytes if config is None else config.state_bytes
@@ -260,10 +268,20 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
         states=states,
         fixed=fixed,
         max_memory_gib=arguments.max_mem,
-        weight_bytes=4.0 if config is None else config.optimizer.weight_bytes,
         state_bytes=state_bytes,
         constants=load_constants(arguments.constants) if arguments.constants else None,
+        **({} if config is None else _not_searched(config)),
     )
+
+
+def _not_searched(config: "Config") -> "dict[str, Any]":
+    """What a plan leaves as a configuration has it."""
+    return {
+        "weight_bytes": config.optimizer.weight_bytes,
+        "grad_bytes": 4 if config.parallel.reduce_dtype == "fp32" else 2,
+        "min_speedup": config.float8.min_speedup,
+        "task": "lora" if config.model.lora_rank else "pretrain",
+    }
 
 
 def calibrate(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:

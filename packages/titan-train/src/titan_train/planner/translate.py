@@ -150,8 +150,7 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         f"offload = {_toml(s.offload_activations > 0)}",
     ]
     lines += ["", "[float8]", f'recipe = "{s.precision if s.float8 else "none"}"']
-    if s.states != "fp32":
-        lines += ["", "[optimizer]", f'states = "{s.states}"']
+    lines += ["", "[optimizer]", f'states = "{s.states}"']
     lines += ["", "[compile]", f"enabled = {_toml(s.stack == 'compile')}"]
     # as many devices of each machine as divide the run, and hold whole tensor-parallel groups if they can
     fitting = [n for n in range(1, nproc + 1) if s.world_size % n == 0]

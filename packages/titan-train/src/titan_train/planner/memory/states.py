@@ -36,7 +36,9 @@ def state_bytes(
 
     if setup.task == "lora":
         kept = sum(n / (s if setup.sharding == "fsdp" else 1) for n, s in both)
-        return {"parameters": setup.weight_bytes * kept, "gradients": 0.0, "optimizer": 0.02 * 16 * kept}
+        return _offloaded(
+            {"parameters": setup.weight_bytes * kept, "gradients": 0.0, "optimizer": 0.02 * 16 * kept}, setup
+        )
     if setup.sharding == "fsdp":
         local = sum(n / s for n, s in both)
         whole = dense + experts

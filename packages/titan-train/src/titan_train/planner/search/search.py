@@ -84,7 +84,7 @@ class Searcher:
         examined, closest = 0, None
         for chosen in degrees(request):
             for batch in batches(request, chosen):
-                setup = base.changed(async_tp=chosen["tp"] > 1, **chosen, **batch)
+                setup = base.changed(async_tp=chosen["tp"] > 1 and request.task != "lora", **chosen, **batch)
                 examined += 1
                 states_by_use = state_bytes(request.shape, setup, first=not setup.head_on_first_rank)
                 states = sum(states_by_use.values())

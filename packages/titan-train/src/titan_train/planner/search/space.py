@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Literal
 
 from titan_train.config.optimizer import ADAMW_STATE_BYTES
 from titan_train.models.shape import ExpertsShape, ModelShape
@@ -44,6 +45,12 @@ class PlanRequest:
     """As in `Setup`."""
     state_bytes: tuple[float, float] = (8.0, 8.0)
     """As in `Setup`, with the first format of ``states``."""
+    grad_bytes: int = 4
+    """As in `Setup`."""
+    min_speedup: float = 1.0
+    """As in `Setup`."""
+    task: Literal["pretrain", "lora"] = "pretrain"
+    """As in `Setup`."""
     constants: Constants | None = None
     """A set of one's own (`titan-train plan calibrate`) instead of the shipped ones."""
 
@@ -72,6 +79,8 @@ def degrees(request: PlanRequest) -> Iterator[dict[str, int]]:
     """Legal degrees, without batch and schedule."""
     shape, gpus = request.shape, request.gpus
     experts = [b.ffn for b in shape.blocks if isinstance(b.ffn, ExpertsShape)]
+    if not experts and request.fixed.get("ep", 1) > 1:
+        return
     for tp in _values(request, "tp", min(request.machine.domain, 64)):
         if not all(block.splits(tp) for block in shape.blocks):
             continue
@@ -104,7 +113,7 @@ def batches(request: PlanRequest, chosen: dict[str, int]) -> Iterator[dict[str, 
     pp, dp = chosen["pp"], chosen["dp_replicate"] * chosen["dp_shard"]
     local = request.global_batch // dp
     for micro in divisors(local):
-        if micro > 16 or request.fixed.get("microbatch", micro) != micro:
+        if micro != request.fixed.get("microbatch", min(micro, 16)):
             continue
         m = local // micro
         if pp == 1:
@@ -130,6 +139,9 @@ def base_setup(request: PlanRequest) -> Setup:
         imbalance=1.1 if request.shape.moe else 1.0,
         weight_bytes=request.weight_bytes,
         state_bytes=request.state_bytes,
+        grad_bytes=request.grad_bytes,
+        min_speedup=request.min_speedup,
+        task=request.task,
     )
 
 
