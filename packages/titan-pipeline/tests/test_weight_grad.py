@@ -325,6 +325,19 @@ class Stops(nn.Module):
         return Stopped.apply(self.inner(x)) + self.other(x)
 
 
+@pytest.mark.parametrize("index", [0, 1])  # an input without and with a gradient
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4)])
+def test_layers_whose_outputs_are_changed_in_place_keep_their_gradients(shape, index):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True))
+    x, grad = torch.randn(shape), torch.randn(shape)
+    expected_x, expected = plain_grads(module, x, grad)
+    got_x, got, between = split_grads(module, x, grad, index=index)
+    assert index == 0 or torch.equal(got_x, expected_x)
+    assert all(g is not None and torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+    assert all(g is None for g in between)
+
+
 def test_a_layer_whose_output_gets_no_gradient_gets_none():
     module, grad = Stops(), torch.randn(3, 4)
     _, got, _ = split_grads(module, torch.randn(3, 4), grad)

@@ -56,7 +56,8 @@ class _Linear(torch.autograd.Function):
         # inside a checkpoint as copies. Not by way of the layer, where FSDP may have put the shards back by then.
         ctx.owners = owners
         ctx.engine = engine
-        return F.linear(x, weight, bias)
+        # A view, as in `_linear_rule`, could not be changed in place: detached, it counts as a tensor of its own.
+        return F.linear(x, weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -148,7 +149,10 @@ def _linear_rule(engine: Deferring, module: nn.Linear, plain: Callable[..., Tens
     if not input.requires_grad or others_save():
         return cast(Tensor, _Linear.apply(engine.anchor, input, value, offset, owners, engine))
     out = F.linear(input, value, offset)
-    cast(Any, out.grad_fn).register_prehook(LinearHook(engine, owners, input.detach()))
+    # In older releases (torch 2.11) the output of a layer with a bias is a view if it has more than two dimensions. An operation
+    # in place replaces the node of a view, and keeps that of its base.
+    base = out if out._base is None else out._base
+    cast(Any, base.grad_fn).register_prehook(LinearHook(engine, owners, input.detach()))
     return out
 
 
