@@ -117,7 +117,7 @@ class Observer:
         return contextlib.nullcontext()
 
     def phase(self, name: Phase, step: int) -> AbstractContextManager[object]:
-        """A context around loading the batch of ``step``, or validating, saving or restoring after ``step``."""
+        """A context around loading the batch of ``step``, or validating, saving, restoring or awaiting a save after ``step``."""
         return contextlib.nullcontext()
 
     def on_step_start(self, step: int) -> None:

@@ -285,7 +285,8 @@ class Trainer(TrainingLoop):
         """
         if self._closed:
             return
-        self._checkpoints.checkpointer.close()
+        with self._phase("checkpoint", self.step):  # a save in the background may take longer than any step
+            self._checkpoints.checkpointer.close()
         self.abandon()
         if self.mesh is not None:
             self.mesh.close()
