@@ -10,6 +10,7 @@ import torch
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.inputs import open_inputs, prepare_inputs
+from titan_train.run_folder import checkpoint_folders
 from titan_train.train import Trainer
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
@@ -291,3 +292,10 @@ def test_mixed_precision_on_one_rank_makes_no_collective(folder, caplog):
     said = [record.message for record in caplog.records if "parallel.mode" in record.message]
     assert len(said) == 1
     assert "is 'fsdp': for mixed precision (bf16 compute, float32 master weights); on one rank it makes no" in said[0]
+
+
+def test_keep_last_0_keeps_all_checkpoints_whatever_else_is_to_be_kept(folder):
+    sections = {"train": {"steps": 4}, "checkpoint": {"every": 1, "keep_last": 0, "keep_every": 3}}
+    with Trainer(configure(folder, **sections, run={"dir": f"{folder}/runs", "name": "keeps-all"})) as trainer:
+        trainer.fit()
+        assert list(checkpoint_folders(trainer.run_dir)) == [1, 2, 3, 4]

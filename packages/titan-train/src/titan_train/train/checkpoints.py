@@ -17,7 +17,7 @@ from titan_train.data.loader.iterated import IteratedBatches, Loader
 from titan_train.exchange import gather_values
 from titan_train.models import build_model, named_parameters
 from titan_train.optim import Scheduler, check_restored
-from titan_train.optim.average import averages_in_place, mean_over_checkpoints, older_steps, weights_kept
+from titan_train.optim.average import averages_in_place, forget_ema, mean_over_checkpoints, older_steps, weights_kept
 from titan_train.optim.build import check_saved_weights
 from titan_train.optim.spikes import Spikes
 from titan_train.parallel.model import ParallelModel
@@ -55,12 +55,12 @@ class Checkpoints:
         self._run, self._scheduler, self._inputs = run, scheduler, inputs
         self._best = best
         self._rank_state = RankState(loader, config.checkpoint.allow_data_change, run.model.parts, spikes, best)
-        keep_last = config.checkpoint.keep_last or None
+        keep_last = config.checkpoint.keep_last or None  # 0 keeps all; another rule would delete what it does not name
         self.checkpointer = Checkpointer(
             run.run_dir / "checkpoints",
             keep_last=keep_last,
-            keep_every=config.checkpoint.keep_every or None,
-            keep_best=BEST if config.checkpoint.keep_best and keep_last else None,  # 0 keeps all
+            keep_every=(config.checkpoint.keep_every or None) if keep_last else None,
+            keep_best=BEST if config.checkpoint.keep_best and keep_last else None,
             async_=config.checkpoint.async_save,
             ranks_per_node=_ranks_per_node(),
         )
@@ -92,6 +92,8 @@ class Checkpoints:
             ) from None
         if step and not self._own_optimizer:
             check_restored(self._run.optimizer, self._run.config.optimizer.name)
+            if not self._run.config.average.ema_decay:
+                forget_ema(self._run.optimizer)
         if not step and self._run.config.model.init:
             self._load_init()
         return step
