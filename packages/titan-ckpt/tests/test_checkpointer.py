@@ -44,6 +44,20 @@ def test_a_step_that_a_restore_found_damaged_does_not_count_among_those_to_keep(
     assert ck.steps() == [3, 5], "saved again, it counts again"
 
 
+def test_a_step_found_damaged_counts_for_nothing_after_another_restore_either(tmp_path):
+    ck = Checkpointer(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        ck.save(step, state_of(step))
+    file = next((tmp_path / "step-00000003").glob("model-*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert ck.restore(state_of(), fallback=True) == 2
+    assert ck.restore(state_of(), 2) == 2
+    ck.save(4, state_of(4.0))
+    assert ck.steps() == [2, 3, 4]
+
+
 def test_a_folder_that_another_running_process_saves_to_is_refused_and_left_as_it_is(tmp_path):
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:

@@ -40,8 +40,8 @@ class Checkpointer:
     Args:
         root: A path, or a URL of a store that fsspec knows (``s3://bucket/run``, needs ``titan-ckpt[fsspec]``). The first
             save creates it.
-        keep_last: Keep this many of the newest steps; None keeps all. 1 is safe: a step is deleted after a newer one is
-            committed.
+        keep_last: Keep this many of the newest steps. 1 is safe: a step is deleted after a newer one is committed. None keeps
+            all steps; with ``keep_every`` or ``keep_best``, the newest one.
         keep_every: Also keep steps divisible by this number.
         keep_best: Also keep the best step by this metric, among those saved with it.
         best_is: Whether "min" or "max" of the metric is best.
@@ -245,7 +245,7 @@ class Checkpointer:
                 fallback=fallback,
             )  # fmt: skip
         finally:
-            self._distrusted = {number for number, _ in self._passed_over}
+            self._distrusted |= {number for number, _ in self._passed_over}  # until they are saved again
 
     def latest(self) -> int | None:
         """The newest valid step, or None. Damaged steps are skipped with a warning.
