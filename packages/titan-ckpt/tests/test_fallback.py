@@ -168,3 +168,21 @@ def restore_a_step_that_goes(root: str) -> int:
 def test_a_step_that_is_deleted_while_ranks_share_out_its_blocks_gives_way_to_another_on_every_rank(tmp_path):
     run_ranks(save_steps, 2, str(tmp_path), 2)
     assert run_ranks(restore_a_step_that_goes, 2, str(tmp_path), timeout_s=25) == [1, 1]
+
+
+def restore_with_an_error_of_ones_own(root: str) -> str:
+    state, error = state_at(-1), ""
+    if torch.distributed.get_rank() == 0:
+        state.data.load_state_dict = lambda _: {}["gone"]
+    try:
+        Checkpointer(root).restore(state)
+    except Exception as err:
+        error = type(err).__name__
+    torch.distributed.barrier()  # all ranks are through
+    return error
+
+
+def test_an_error_of_any_kind_on_one_rank_ends_the_restore_of_all(tmp_path):
+    run_ranks(save_steps, 2, str(tmp_path), 1)
+    everyone = run_ranks(restore_with_an_error_of_ones_own, 2, str(tmp_path), timeout_s=25)
+    assert everyone == ["KeyError", "CheckpointError"]

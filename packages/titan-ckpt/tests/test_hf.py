@@ -440,3 +440,15 @@ def test_float8_matrices_carry_their_scales_and_are_read_back_within_a_rounding(
     with pytest.raises(ValueError, match="are not exported"):
         export_hf(tmp_path / "steps" / "step-00000002", tmp_path / "bad", float8=["gone"])
     assert not (tmp_path / "bad").exists()
+
+
+def test_an_import_reaches_a_module_through_the_entry_that_its_hook_makes(tmp_path):
+    linear = nn.Linear(3, 3, bias=False)
+
+    def write(module, state, prefix, _):
+        state[prefix + "weight"] = state[prefix + "weight"].detach().clone()
+
+    linear.register_state_dict_post_hook(write)
+    save_file({"weight": torch.full((3, 3), 4.0)}, tmp_path / "model.safetensors")
+    import_hf(tmp_path, linear)
+    assert bool((linear.weight == 4.0).all())

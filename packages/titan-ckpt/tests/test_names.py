@@ -412,3 +412,13 @@ def test_a_map_is_a_value_that_a_file_or_another_package_holds(tmp_path, monkeyp
             load_key_map(str(tmp_path / "map.json"))
     with pytest.raises(ValueError, match="cannot read the key map"):
         load_key_map(str(tmp_path / "none.json"))
+
+
+def test_a_copy_that_differs_is_refused_by_both_imports(tmp_path):
+    names = KeyMap("mine", (Pair("embed", "embed"),), copies=(("ahead.embed", "embed"),))
+    save_file({"embed": torch.ones(3), "ahead.embed": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"ahead\.embed and embed are one weight"):
+        import_hf(tmp_path, module_of({"embed": torch.zeros(3)}), names=names)
+    with pytest.raises(ValueError, match=r"ahead\.embed and embed are one weight"):
+        import_hf_step(tmp_path, tmp_path / "root", names=names)
+    assert not (tmp_path / "root").exists()

@@ -382,6 +382,20 @@ def test_a_sharded_moving_average_is_an_extra_of_any_layout(tmp_path, as_module)
     assert all(run_ranks(keep_average, 3, str(tmp_path), as_module))
 
 
+def keep_averages_in(root: str, how: str) -> bool:
+    mesh = init_device_mesh("cpu", (2,))
+    one = distribute_tensor(torch.full((6, 6), 3.0), mesh, [Shard(0)])
+    zero = torch.zeros_like(one)
+    save(root, extra={"ema": {0: one} if how == "dict" else (one,)})
+    got = restore(root, extra={"ema": {0: zero} if how == "dict" else (zero,)}).extra["ema"]
+    return isinstance(got[0], DTensor) and bool((got[0].to_local() == 3.0).all())
+
+
+@pytest.mark.parametrize("how", ["dict", "tuple"])
+def test_sharded_extras_keep_their_layout_in_tuples_and_under_numbers(tmp_path, how):
+    assert all(run_ranks(keep_averages_in, 2, str(tmp_path), how))
+
+
 def test_empty_strings_and_arrays_of_numpy_come_back(tmp_path):
     extra = {"text": np.str_(""), "none": np.zeros((0, 3)), "flag": np.bool_(True), "texts": np.array(["", "a"])}
     save(tmp_path, extra=extra)

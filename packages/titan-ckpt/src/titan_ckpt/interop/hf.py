@@ -176,6 +176,7 @@ def import_hf(
             "%s is missing %d tensors of the model; they keep their values: %s", folder, len(missing), missing[:8]
         )
     fills: list[tuple[View, Box, Tensor]] = []
+    made: dict[str, Tensor] = {}
     for name, listed in found.items():
         _check_readable(available, listed)
         if len(listed) > 1 and not _equal([available[alias] for alias in listed]):
@@ -185,11 +186,15 @@ def import_hf(
             if any(alias in grow for alias in listed):
                 shard = (shards or {}).get(name)
                 view = _grown(view, (state.tensors[name].shape if shard is None else shard.shape)[0])
-            fills += _fills(view, state.tensors[name], name, (shards or {}).get(name))
+            target = state.tensors[name]
+            if name in state.detached:
+                target = made[name] = torch.empty_like(target)
+            fills += _fills(view, target, name, (shards or {}).get(name))
     _check_copies(Path(folder), names)
     with torch.no_grad():
         for view, box, into in fills:
             view.fill(box, into)
+    state.load(made)
 
 
 def import_hf_step(
@@ -215,10 +220,11 @@ def import_hf_step(
         The step's folder.
 
     Raises:
-        ValueError: If the family does not have a name, or a file is damaged.
+        ValueError: If the family does not have a name, a file is damaged, or two tensors differ that are one in the model.
     """
     views = _views_of(Path(folder), names)
     _check_readable(views, views)
+    _check_copies(Path(folder), names)
     return write_step(as_path(root), step, {"model": views}, {}, progress)
 
 

@@ -77,7 +77,7 @@ def restore_newest(
         for number, name in reversed(present):
             try:
                 return restore_step(root / name, state, comm, verify, strict, cast)
-            except (CheckpointError, OSError) as err:  # raised on every rank: all continue alike
+            except Exception as err:  # raised on every rank, on the one that failed as its own: all continue alike
                 if attempt < _LISTINGS and _gone(root / name, comm):
                     break
                 if not isinstance(err, DamageError) or not fallback:
@@ -250,7 +250,7 @@ class _Restore:
             _log.warning("%s does not hold these; they keep their values: %s", self.reader.path, missing)
         loaded |= {name: self.shared["model"][name] for name in self.model.leaves if name in self.shared["model"]}
         if loaded:
-            self.apply_steps.append(lambda: self._load_through_modules(loaded))
+            self.apply_steps.append(lambda: self.model.load(loaded))
 
     def _check_tied_equal(self, names: list[str]) -> None:
         """A weight with several names in this model must not have been saved as different weights."""
@@ -261,12 +261,6 @@ class _Restore:
                     f"{names} are one tied weight in this model, but different weights in {self.reader.path}. "
                     "Build the model untied."
                 )
-
-    def _load_through_modules(self, loaded: dict[str, Any]) -> None:
-        """Load what is not a live tensor: extra state, and entries that a hook made."""
-        for model in as_modules(self.state.model):
-            mine = {raw: name for name, (owner, raw) in self.model.raw.items() if owner is model and name in loaded}
-            model.load_state_dict({raw: loaded[name] for raw, name in mine.items()}, strict=False)
 
     def _match_optim(self) -> None:
         optims = listed(self.state.optim)
@@ -342,9 +336,12 @@ class _Restore:
             return encoded
         like = current if isinstance(current, Mapping) else {}
         tag = next(iter(encoded)) if len(encoded) == 1 else ""
-        if tag == "$ordered":
+        if tag == "$tuple":
+            return tuple(self._decode_like(encoded[tag], [*current] if isinstance(current, tuple) else None))
+        if tag in ("$ordered", "$dict"):
             pairs = [(self._decode(name), item) for name, item in encoded[tag]]
-            return collections.OrderedDict((name, self._decode_like(item, like.get(name))) for name, item in pairs)
+            kind = collections.OrderedDict if tag == "$ordered" else dict
+            return kind((name, self._decode_like(item, like.get(name))) for name, item in pairs)
         if tag == "$stored" and is_dtensor(current):
             key = encoded[tag]
             stored = self.reader.index.find("extra", key)

@@ -46,6 +46,13 @@ class ModelState:
             names[first].append(alias)
         return names
 
+    def load(self, loaded: Mapping[str, Any]) -> None:
+        """Load what is not a live tensor, by name: extra state, and entries that a hook made."""
+        for model in dict.fromkeys(module for module, _ in self.raw.values()):
+            mine = {raw: loaded[name] for name, (owner, raw) in self.raw.items() if owner is model and name in loaded}
+            if mine:
+                model.load_state_dict(mine, strict=False)
+
 
 def model_state(models: Iterable[nn.Module], tied: Mapping[str, str] | None = None) -> ModelState:
     """The state of a model, or of its pieces on this rank (pipeline stages), which share one name space.
