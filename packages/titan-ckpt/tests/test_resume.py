@@ -64,6 +64,24 @@ def test_some_tensors_of_the_optimizers_state_are_restored_alone(tmp_path):
     assert all(torch.equal(values["exp_avg"], value) for values, value in zip(found, saved, strict=True))
 
 
+def test_restoring_one_tensor_of_the_optimizers_state_leaves_the_others_and_the_settings(tmp_path):
+    state = build()
+    train(state, 3)
+    Checkpointer(tmp_path).save(3, state)
+    other = build(seed=5)
+    train(other, 2)
+    other.optim.param_groups[0]["lr"] = 0.125
+    param = next(other.model.parameters())
+    kept = other.optim.state[param]["exp_avg_sq"].clone()
+    only = TrainState(model=other.model, optim=other.optim, optim_keys=("exp_avg",), rng=False, extra=other.extra)
+    Checkpointer(tmp_path).restore(only)
+    saved = state.optim.state[next(state.model.parameters())]["exp_avg"]
+    assert torch.equal(other.optim.state[param]["exp_avg"], saved)
+    assert torch.equal(other.optim.state[param]["exp_avg_sq"], kept)
+    assert other.optim.param_groups[0]["lr"] == 0.125
+    assert train(other, 1)  # with all the state that AdamW looks for
+
+
 def test_restore_keeps_the_optimizers_parameter_order_apart_from_the_saved_one(tmp_path):
     state = build()
     train(state, 3)

@@ -134,7 +134,7 @@ class OptimRestore:
             if keys is None or state_name in keys:
                 self._stored.setdefault(param_name, []).append(state_name)
         self._finish: list[Callable[[], Any]] = []
-        for optim, others in zip(optims, saved.get("others", []), strict=False):
+        for optim, others in zip(optims, saved.get("others", []) if keys is None else [], strict=False):
             self._finish.append(lambda optim=optim, others=others: optim.state.update(others))
         for group, params in _groups(optims, owners):
             self._match_group(group, params)
@@ -156,7 +156,8 @@ class OptimRestore:
             )
         self.unknown += unknown
         known = [param for param in params if names[param.name] in self._hypers]
-        found = [] if self._own_settings else [self._hypers[names[param.name]] for param in known]
+        keeps_settings = self._own_settings or self._keys is not None
+        found = [] if keeps_settings else [self._hypers[names[param.name]] for param in known]
         if any(hyper is not found[0] for hyper in found):  # equal settings are one object
             raise ValueError(
                 f"a parameter group joins parameters that had different settings when saved, {list(names)[:4]} "
@@ -183,8 +184,9 @@ class OptimRestore:
                 self._finish.append(lambda target=target, filled=filled: target.copy_(filled))
 
         def put() -> None:
+            present = {} if self._keys is None else param.optim.state.get(param.tensor, {})
             if state or param.tensor in param.optim.state:
-                param.optim.state[param.tensor] = state
+                param.optim.state[param.tensor] = {**present, **state}
 
         self._finish.append(put)
 

@@ -46,7 +46,8 @@ class TrainState:
     and saved state of parameters that the optimizer does not have is left out. False gives groups the settings that they had
     when saved, and refuses other parameters."""
     optim_keys: Collection[str] | None = None
-    """Restore these tensors of the optimizer's state alone, such as ``("ema",)``, and read no others; None restores all."""
+    """Restore these tensors of the optimizer's state alone, such as ``("ema",)``; its other state and its settings stay. None
+    restores all."""
     sched: Stateful | Sequence[Stateful] | None = None
     """Learning-rate schedulers, equal on every rank. Rank 0's are saved."""
     data: Stateful | None = None
