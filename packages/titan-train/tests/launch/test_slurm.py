@@ -47,7 +47,9 @@ def test_each_machine_is_told_its_number_by_its_own_shell():
 def machine(tmp_path):
     """Slurm, Ray and the command as scripts that note how they were called."""
     stubs = {
-        "srun": 'while [ "${1#-}" != "$1" ]; do if [ "$1" = -w ] || [ "$1" = -x ]; then shift; fi; shift; done; exec "$@"',
+        # as srun, which answers SIGTERM by killing its tasks (src/srun/srun_job.c, `_srun_signal_mgr`)
+        "srun": 'while [ "${1#-}" != "$1" ]; do if [ "$1" = -w ] || [ "$1" = -x ]; then shift; fi; shift; done\n'
+        '"$@" & CHILD=$!; trap "kill -KILL $CHILD" TERM; CODE=0; wait $CHILD || CODE=$?; exit $CODE',
         "scontrol": 'echo "scontrol $*" >> "$LOG"; if [ "$1" = show ]; then echo n0; fi',
         "ray": '[ "$1" != status ] || { echo . >> "$LOG.asked"; [ "$(wc -l < "$LOG.asked")" -gt 2 ]; exit $?; }\n'
         "exec sleep 60",
@@ -68,6 +70,7 @@ def submitted(text, folder, *signals, **environ):
         "LOG": str(log),
         "SLURM_JOB_ID": "77",
         "SLURM_JOB_NODELIST": "n[0-2]",
+        "TMPDIR": str(folder),
     }
     environ |= {"SLURM_NNODES": "3", "SLURM_NODEID": "0"}
     (folder / "job.sbatch").write_text(text)
@@ -97,6 +100,7 @@ def test_the_warning_saves_and_puts_the_job_back_into_the_queue(launcher, machin
     assert code == 0
     assert log.index("saved") < log.index("scontrol requeue 77")
     assert "finished" not in log
+    assert not list(machine.glob("tmp.*"))
     if launcher == "ray":  # asked until it answered, at the third time
         assert (machine / "log.asked").read_text().count(".") == 3
 

@@ -2,7 +2,8 @@
 
 One task a machine runs the command; each task's `titan-train run` starts that machine's ranks. Before the time limit Slurm
 sends SIGUSR2 to the batch shell alone. The shell sends SIGTERM to the run, which saves and ends, and puts the job back into
-the queue: the same command continues it there. A SIGTERM of Slurm's own, as `scancel` sends it, ends the run without that.
+the queue: the same command continues it there. It signals the first machine's command itself: srun would answer SIGTERM by
+killing its tasks. A SIGTERM of Slurm's own, as `scancel` sends it, ends the run without being put back.
 
 Every value is quoted for the shell, or refused where a directive of sbatch cannot hold it.
 """
@@ -88,11 +89,20 @@ def _resources(job: SlurmJob, ranks_per_node: int, *, gpus: bool) -> list[str]:
 _CPUS_PER_GPU = 8  # a rank, its loader and saver, NCCL's proxies, what tokenizes
 # srun does not take over the job's CPUs per task (since Slurm 22.05), and would give each task one.
 _CPUS = "export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}"
+# The command on the first machine, where the batch shell runs too, notes its process number for `stop`.
+_NOTE = '[ "$SLURM_NODEID" != 0 ] || echo $$ > "$PID_FILE"; exec '
+_NOTED = "bash -c " + shlex.quote(_NOTE + '"$@"') + " -"
 _TRAPS = (
     "RUN=",
     "STOP=0",
     "WARNED=0",
-    'stop() { STOP=$((STOP + 1)); if [ -n "$RUN" ]; then kill -TERM $RUN 2>/dev/null || true; fi; }',
+    "export PID_FILE=$(mktemp)",
+    "trap 'rm -f \"$PID_FILE\"' EXIT",
+    "stop() {",
+    "  STOP=$((STOP + 1))",
+    '  local pid=$(cat "$PID_FILE")',
+    "  kill -TERM ${pid:-$RUN} 2>/dev/null || true  # no number yet: nothing has begun that could save",
+    "}",
     "trap 'WARNED=1; stop' USR2  # the time limit is near",
     "trap stop TERM",
 )
@@ -147,7 +157,7 @@ def _command(config: Config, job: SlurmJob, ranks_per_node: int) -> str:
 
 
 def _local(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
-    return [f"srun {_command(config, job, ranks_per_node)} &"]
+    return [f"srun {_NOTED} {_command(config, job, ranks_per_node)} &"]
 
 
 def _machines(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
@@ -156,7 +166,7 @@ def _machines(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
         'export HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "# each task's own shell fills in the number of its machine",
         "srun bash -c "
-        + shlex.quote(f'exec {command} --launch.endpoint "$HEAD:{job.port}" --launch.node-rank "$SLURM_NODEID"')
+        + shlex.quote(f'{_NOTE}{command} --launch.endpoint "$HEAD:{job.port}" --launch.node-rank "$SLURM_NODEID"')
         + " &",
     ]
 
@@ -184,5 +194,5 @@ def _ray(config: Config, job: SlurmJob, ranks_per_node: int) -> list[str]:
         f'  {on_others} ray start --address="$HEAD:{job.port}" {resources} --block &',
         "fi",
         "# the driver waits for the other nodes; a signal comes to this shell alone: Ray's nodes would leave at once",
-        f"{on_head} {_command(config, job, ranks_per_node)} {address} &",
+        f"{on_head} {_NOTED} {_command(config, job, ranks_per_node)} {address} &",
     ]
