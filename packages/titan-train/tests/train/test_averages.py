@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import tiny_run, write_text
 from titan_train import Trainer, load_run
+from titan_train.config import dump_config
 from titan_train.export.run import export_run
-from titan_train.optim.average import Z, averaged_weight
+from titan_train.optim.average import Z, averaged_weight, has_ema
 from titan_train.train.observer import Observer
 
 
@@ -189,3 +190,41 @@ def test_a_run_goes_back_past_a_damaged_checkpoint(folder):
         trainer.fit()
         lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line.get("event") == "rewound"] == [2]
+
+
+def test_parameters_that_thaw_are_no_spike(folder):
+    config = configured(
+        folder, "thaw", train={"steps": 8, "global_batch": 4}, spikes={"sigma": 8.0, "window": 5, "most": 2},
+        optimizer={"lr": 1e-3, "frozen_steps": {r"^(?!norm\.)": 5}},  # one vector is trained first
+    )  # fmt: skip
+    with Trainer(config) as trainer:
+        trainer.fit()
+        lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert not [line for line in lines if line["kind"] == "step" and line["skipped"]]
+
+
+def test_an_average_that_is_not_there_is_no_other_weights(folder):
+    with Trainer(configured(folder, "none", train={"steps": 2, "global_batch": 4})) as trainer:
+        trainer.fit()
+    average = {"ema_decay": 0.5, "use": "ema"}
+    (trainer.run_dir / "config.toml").write_text(dump_config(configured(folder, "none", average=average)))
+    with pytest.raises(ValueError, match="step 2 has no moving average"):
+        load_run(trainer.run_dir, device="cpu")
+
+
+def test_an_average_that_is_switched_off_is_dropped(folder):
+    for steps, average in ((2, {"ema_decay": 0.5}), (4, {})):
+        config = configured(folder, "off", train={"steps": steps, "global_batch": 4}, average=average)
+        with Trainer(config) as trainer:
+            trainer.fit()
+            assert has_ema(trainer.optimizer) == bool(average)
+
+
+def test_a_validation_leaves_every_module_in_its_mode(folder):
+    sections = {"train": {"steps": 2, "global_batch": 4}, "validation": {"every": 1, "steps": 1}}
+    with Trainer(configured(folder, "modes", **sections)) as trainer:
+        part = trainer.model.parts[0]
+        part.layers["0"].eval()
+        modes = [module.training for module in part.modules()]
+        trainer.fit()  # the loss, and samples
+        assert [module.training for module in part.modules()] == modes

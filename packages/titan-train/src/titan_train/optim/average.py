@@ -65,6 +65,12 @@ def has_ema(optimizer: torch.optim.Optimizer) -> bool:
     return any(EMA in optimizer.state.get(parameter, {}) for parameter in _trained(optimizer))
 
 
+def forget_ema(optimizer: torch.optim.Optimizer) -> None:
+    """Drop the moving average, which nothing moves any more."""
+    for parameter in _trained(optimizer):
+        optimizer.state.get(parameter, {}).pop(EMA, None)
+
+
 @contextlib.contextmanager
 @torch.no_grad()
 def averages_in_place(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Generator[None]:
@@ -137,6 +143,9 @@ def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: "Con
 
     Returns:
         The checkpoint's step.
+
+    Raises:
+        ValueError: It has no moving average, and the run's weights are to be that.
     """
     found = checkpointer.restore(state, "latest" if step is None else step, cast=True)
     use = config.evaluated_weights
@@ -149,6 +158,11 @@ def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: "Con
             model=state.model, optim=holder, own_settings=True, optim_keys=(EMA, Z), shards=state.shards, rng=False
         )
         checkpointer.restore(only, found, cast=True)
+        if use == "ema" and not has_ema(holder):
+            raise ValueError(
+                f"average.use='ema': the checkpoint of step {found} has no moving average, as the run kept none by then. Take a "
+                "checkpoint of a later step, or set average.use='none' in the run's config.toml."
+            )
         for parameter, held in holder.state.items():
             take_average(parameter, held, config.optimizer.beta1)
     return found
