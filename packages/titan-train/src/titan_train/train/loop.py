@@ -132,6 +132,8 @@ class TrainingLoop(ObservedRun):
         mtp_weight = self.config.mtp.weight_at(number, self.config.train.steps)
         result = self._optimizer_step(batches, requests, layer_norms=layer_norms, mtp_weight=mtp_weight)
         self.scheduler.step()
+        if number in self.config.optimizer.frozen_steps.values():
+            self._spikes.forget(norms=True)  # norms are of what is trained: more from the next step on
         self.step = number
         self.losses.append(result.loss)
         if self.config.average.ema_decay:
