@@ -1,5 +1,7 @@
 """A program's own batches, loss and optimizer: the numbers of a plain loop, an exact resume, and what is refused."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -238,3 +240,10 @@ def test_a_resume_with_another_batch_is_refused_at_its_start_by_what_was_consume
     with Trainer(settings(4, 4)) as trainer:
         trainer.fit()
     assert trainer.step == 4
+
+
+def test_a_validation_without_a_label_has_no_loss(tmp_path):
+    silent = [(tokens, torch.full_like(labels, -100)) for tokens, labels in batches()]
+    sections = {"validation": {"every": 1, "steps": 1, "sample_tokens": 0}}
+    with Trainer(config(tmp_path, "silent", **sections), data=batches(), validation_data=silent) as trainer:
+        assert math.isnan(trainer._measure_held_out()[0].loss)

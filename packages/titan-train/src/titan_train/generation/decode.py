@@ -22,7 +22,7 @@ from titan_train.generation.draft import DraftCount, drafted_tokens
 from titan_train.generation.own_cache import keeps_own_cache, own_cache_logits
 from titan_train.generation.sampling import Sampling, choose_tokens
 from titan_train.models import unwrap
-from titan_train.models.call import computes_on
+from titan_train.models.call import computes_on, evaluating
 from titan_train.models.common.mtp import mtp_of
 from titan_train.models.traits import traits_of
 from titan_train.values import Range, check_values
@@ -113,7 +113,7 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
     seen: Tensor | None = None
     ended = [False] * len(prompts)
     with ExitStack() as restore:
-        restore.enter_context(_evaluating(model))
+        restore.enter_context(evaluating([model]))
         # an exported model keeps caches of its own
         own: Callable[[], Callable[[nn.Module, Tensor, Tensor, int], Tensor]] | None = getattr(
             model, "new_decoder", None
@@ -144,19 +144,6 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
             if all(ended):
                 return
             yield [None if end else token for end, token in zip(ended, ids, strict=True)]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Generator[None]:
-    """Inside, in evaluation mode; afterwards, every module is in the mode it was in."""
-    was_training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training[0][1])
-        for module, training in was_training:
-            module.training = training
 
 
 def _drafted(

@@ -1,9 +1,10 @@
 """Call any model on a batch, handing it only what its forward accepts; and what it drops by chance in training."""
 
+import contextlib
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -84,6 +85,21 @@ def _keep_logits(_module: nn.Module, _args: Any, output: Any) -> Any:
 def computes_on(model: nn.Module) -> torch.device:
     """Where inputs of a model belong: with its parameters, or on the device that FSDP brings offloaded ones to."""
     return compute_device(next(model.parameters()))
+
+
+@contextlib.contextmanager
+def evaluating(parts: Iterable[nn.Module]) -> Generator[None]:
+    """Inside, in evaluation mode; afterwards, every module is in the mode it was in."""
+    was_training = [[(module, module.training) for module in part.modules()] for part in parts]
+    for modes in was_training:
+        modes[0][0].eval()
+    try:
+        yield
+    finally:
+        for modes in was_training:
+            modes[0][0].train(modes[0][1])
+            for module, training in modes:
+                module.training = training
 
 
 def _last_position_only(model: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """Loss on held-out data: the same samples on any number of ranks, weighted by labels."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -9,6 +10,7 @@ import titan_fp8
 import torch
 
 from titan_train.data.loader.source import TaskBatch
+from titan_train.models.call import evaluating
 from titan_train.observe.records import ValidationRecord
 from titan_train.parallel.model import ParallelModel
 from titan_train.tokenizers import bits_per_byte
@@ -39,13 +41,10 @@ def validation_loss(
         text_bytes: Counts the bytes that the labels of a batch stand for, see `titan_train.task.TaskInputs`.
         step: Optimizer steps made.
     """
-    was_training = [part.training for part in model.parts]
-    for part in model.parts:
-        part.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     remaining = iter(batches)
     observing = nullcontext() if model.observed is None else model.observed.observing(device)
-    with titan_fp8.ConstantWeights(*model.parts), observing as by_part:
+    with evaluating(model.parts), titan_fp8.ConstantWeights(*model.parts), observing as by_part:
         while group := list(itertools.islice(remaining, accumulation)):
             cut = group if model.context is None else [model.context.cut(batch) for batch in group]
             if model.pipeline is not None:
@@ -59,12 +58,10 @@ def validation_loss(
                     if text_bytes is not None and (counted := text_bytes(batch)) is not None:
                         sums[2] += counted
     scope.sum(sums)
-    for part, training in zip(model.parts, was_training, strict=True):
-        part.train(training)
     total, count, num_bytes = sums.tolist()
     return ValidationRecord(
         step=step,
-        loss=total / max(1.0, count),
+        loss=total / count if count else math.nan,
         bits_per_byte=bits_per_byte(total, num_bytes),
         tokens=int(count),
         parts=_means(model, scope, by_part),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from titan_train.config.parallel import ParallelConfig
 from titan_train.models import accepted_inputs
+from titan_train.models.call import evaluating
 from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.pipeline import Pipeline
 from titan_train.task import TaskInputs, WholeCut
@@ -113,12 +114,13 @@ def sample(
         module = WholeModel(model, mesh)
     else:
         (module,) = model.parts
-    module.eval()
-    # samples have other shapes than training: compiled blocks would be compiled again for each
-    with torch.compiler.set_stance("force_eager"), _whole_logits(module, model, mesh, parallel):
-        sampled = inputs.sample(module, run_dir, step)
-    module.train()
-    return sampled
+    with (
+        evaluating([module]),
+        # samples have other shapes than training: compiled blocks would be compiled again for each
+        torch.compiler.set_stance("force_eager"),
+        _whole_logits(module, model, mesh, parallel),
+    ):
+        return inputs.sample(module, run_dir, step)
 
 
 def _whole_logits(
