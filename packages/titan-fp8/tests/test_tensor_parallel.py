@@ -1,5 +1,7 @@
 """Tensor parallelism in float8 computes what one process does with the whole tensors."""
 
+import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -128,10 +130,11 @@ def lopsided() -> tuple[torch.Tensor, torch.Tensor]:
     return x, w
 
 
-def cut_by_columns(group: bool) -> torch.Tensor:
+def cut_by_columns(group: bool, wgrad: Any = "fp8") -> torch.Tensor:
     rank, n = dist.get_rank(), dist.get_world_size()
     x, w = (t.chunk(n, -1)[rank] for t in lopsided())
-    out = titan_fp8.linear(x, w, None, "tensorwise", amax_group=dist.group.WORLD if group else None)
+    recipe = dataclasses.replace(titan_fp8.RECIPES["tensorwise"], wgrad=wgrad)
+    out = titan_fp8.linear(x, w, None, recipe, amax_group=dist.group.WORLD if group else None)
     dist.all_reduce(out)
     return out
 
@@ -144,7 +147,7 @@ def test_an_amax_over_the_group_gives_the_scales_of_the_whole_tensor() -> None:
     exact = (a @ b.t()).view(BATCH, TOKENS, N)
     # A float32 sum of K products in any order is within K * 2^-24 of the exact one, relative to the sum of magnitudes.
     bound = (K * 2**-24 * (a.abs() @ b.abs().t())).view_as(exact)
-    for got in run_ranks(cut_by_columns, 2, True):
+    for got in (*run_ranks(cut_by_columns, 2, True), *run_ranks(cut_by_columns, 2, True, "hp")):
         assert ((got.double() - exact).abs() <= bound).all()
     for got in run_ranks(cut_by_columns, 2, False):
         assert ((got.double() - exact).abs() > bound).any()
@@ -248,6 +251,21 @@ def test_parallel_styles_compute_the_layer_of_one_process(prepare: bool) -> None
 def assert_sqnr(got: torch.Tensor, want: torch.Tensor, floor_db: float) -> None:
     noise = (got.double() - want.double()).square().sum()
     assert 10 * torch.log10(want.double().square().sum() / noise) >= floor_db
+
+
+def copied_styles() -> tuple[bool, bool]:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    block, column = FeedForward(), titan_fp8.Float8ColwiseParallel()
+    parallelize_module(block, mesh, {"w1": column, "w3": column, "w2": titan_fp8.Float8RowwiseParallel()})
+    copied, x = copy.deepcopy(block), tensors()[0]
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.to_local().zero_()
+        return bool((copied(x) == 0).all()), bool((block(x) != 0).any())
+
+
+def test_a_copy_of_a_cut_layer_computes_with_its_own_weights() -> None:
+    assert run_ranks(copied_styles, 1) == [(True, True)]
 
 
 def wrong_styles() -> None:

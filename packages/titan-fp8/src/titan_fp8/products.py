@@ -261,10 +261,9 @@ class Products:
     def _cast_activation(
         self, x: Tensor, role: Role, for_weight_grad: bool, amax_group: dist.ProcessGroup | None
     ) -> QTensor:
-        if self.recipe.wgrad == "hp":
-            rows = self._cast(x, role, False, None)
-            return rows._replace(hp=x) if for_weight_grad else rows
-        return self._cast(x, role, for_weight_grad, group_amax(x, self._scaling(role), amax_group))
+        hp = self.recipe.wgrad == "hp"
+        q = self._cast(x, role, for_weight_grad and not hp, group_amax(x, self._scaling(role), amax_group))
+        return q._replace(hp=x) if hp and for_weight_grad else q
 
     def _scaling(self, role: Role) -> Scaling:
         return getattr(self.recipe, role)

@@ -10,6 +10,7 @@ Where several layers share an input, gather it once for all: `PrepareFloat8Input
 ``Float8ColwiseParallel(gather=False)`` on them.
 """
 
+from types import MethodType
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -37,16 +38,17 @@ class Float8ColwiseParallel(ParallelStyle):
         self._gather = gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layer, group = _cut(module, device_mesh, 0), device_mesh.get_group()
+        gather, group = self._gather, device_mesh.get_group()
 
-        def forward(input: Tensor) -> Tensor:
+        def forward(layer: Float8Linear, input: Tensor) -> Tensor:
             weight, bias = _local(layer.weight), _local(layer.bias)
-            if not self._gather:
+            if not gather:
                 return linear(input, weight, bias, layer.recipe)
             (out,) = all_gather_linears(input, [weight], layer.recipe, group=group)
             return out if bias is None else out + bias
 
-        layer.forward = forward
+        layer = _cut(module, device_mesh, 0)
+        layer.forward = MethodType(forward, layer)  # a method: deepcopy binds it to the copy
         return layer
 
 
@@ -61,10 +63,10 @@ class Float8RowwiseParallel(ParallelStyle):
                 "bias=False for layers that are cut by columns, as Llama and DeepSeek do."
             )
 
-        def forward(input: Tensor) -> Tensor:
+        def forward(layer: Float8Linear, input: Tensor) -> Tensor:
             return linear_reduce_scatter(input, _local(layer.weight), layer.recipe, group=group)
 
-        layer.forward = forward
+        layer.forward = MethodType(forward, layer)
         return layer
 
 
