@@ -376,6 +376,27 @@ def test_a_shard_that_changes_inside_a_block_is_refused(check: bool) -> None:
     run_ranks(change_inside_a_block, 2, check)
 
 
+def gathered_as_under_offload(recipe: str) -> None:
+    net = sharded(WIDTHS["aligned"], recipe)
+    layer, weight = net.first, net.first.weight
+
+    def gather() -> Any:  # with CPU offload FSDP2 copies the shard to the device for each gather
+        copied = weight._local_tensor.clone()
+        return copied.fsdp_pre_all_gather(weight.device_mesh, weight.shape, weight.stride(), layer, None)[0][0]
+
+    with titan_fp8.ConstantWeights(net):
+        assert gather() is gather()  # cast once
+        with torch.no_grad():
+            weight.to_local().mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"first\.weight was changed after it was cast"):
+            gather()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_copies_of_an_offloaded_shard_are_no_changes(recipe: str) -> None:
+    run_ranks(gathered_as_under_offload, 2, recipe)
+
+
 def transposes_per_gather() -> tuple[list[int], bool]:
     original = gathered.gathered_operand
     made: list[torch.Size] = []

@@ -67,6 +67,7 @@ def sync_scales(weights: Iterable[tuple[Float8Linear, ShardedWeight, "DTensor"]]
         mesh = shard_mesh(weight)
         if local.needs_amax(shape, mesh.size()):
             amax = local.local_amax(shape, mesh.size(), mesh.get_local_rank())
+            amax = amax.to(mesh.device_type)  # an offloaded shard is in host memory
             pending.setdefault(mesh.get_group(), []).append((layer, amax))
     for group, entries in pending.items():
         flat = torch.cat([amax.reshape(-1) for _, amax in entries])

@@ -182,7 +182,9 @@ class ShardedWeight(torch.Tensor):
         """FSDP2's hook: what to send. Codes ``[ceil(N / ranks), K]`` as bytes, and scales where blocks do not span ranks."""
         shape = (outer_size[0], outer_size[1])
         cache: ShardCache = getattr(module, "shard_cache", None) or ShardCache()
-        cache.refuse_changes(self)
+        # With offload FSDP2 makes a copy on the device for each gather; what must stay constant is the shard in host memory.
+        home = getattr(getattr(module, "weight", None), "_local_tensor", None)
+        cache.refuse_changes(home if isinstance(home, ShardedWeight) else self)
         sent = cache.sent
         if sent is None:
             sent = self._cast_shard(shape, mesh.size(), mesh.get_local_rank(), mesh.get_group(), cache)
