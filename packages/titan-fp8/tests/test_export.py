@@ -104,6 +104,13 @@ def test_large_models_are_split_over_files_with_an_index(tmp_path: Path) -> None
     check_weights(tensors, model)
 
 
+def test_nothing_stays_of_an_export_in_another_number_of_files(tmp_path: Path) -> None:
+    model = build()
+    for most in (5 * 10**9, 50_000, 20_000, 5 * 10**9):
+        files = titan_fp8.export_hf_fp8(model, tmp_path, max_file_bytes=most)
+        assert sorted(tmp_path.iterdir()) == sorted(files)
+
+
 def test_the_safetensors_package_reads_the_same(tmp_path: Path) -> None:
     safetensors: Any = pytest.importorskip("safetensors.torch")
     titan_fp8.export_hf_fp8(build(), tmp_path)

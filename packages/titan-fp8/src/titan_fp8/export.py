@@ -75,7 +75,8 @@ def export_hf_fp8(
 
     Args:
         model: Its `Float8Linear` layers are written in float8, with any recipe; all else as it is.
-        folder: Made if it is missing. Files appear under their names only when complete.
+        folder: Made if it is missing. Files appear under their names only when complete; then weights of an earlier export
+            under other names are removed.
         config: The rest of ``config.json``.
         rename: From this model's names to the published architecture's.
         max_file_bytes: Start another file beyond this size.
@@ -114,6 +115,10 @@ def export_hf_fp8(
             "modules_to_not_convert": skipped,
         }
         _write_json(paths[-1], {**(config or {}), "quantization_config": quantization})
+        # Of an export in another number of files: loaders would read them before the new ones, or with them.
+        for old in (*folder.glob("model-*-of-*.safetensors"), *folder.glob("model.safetensors*")):
+            if old not in paths:
+                old.unlink()
     return paths
 
 
