@@ -3,6 +3,7 @@
 import pytest
 import torch
 from titan_fp8 import ops, reference
+from titan_fp8.kernels.products import scaled_mm_bf16
 from titan_fp8.reference.scale import MAX_ENCODE_EXPONENT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -177,3 +178,11 @@ def test_products_are_as_wide_inside_autocast():
                 ]
             )
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_emulated_products_are_bfloat16_inside_autocast_of_float16():
+    x = torch.full((16, 128), 2.0**17)
+    q, scale = reference.cast_row(x, torch.float8_e4m3fn, True)
+    with torch.autocast("cpu", torch.float16):
+        got = scaled_mm_bf16(q, scale, q, scale, "row", "row", torch.float32, False, None)
+    assert torch.equal(got, torch.full((16, 16), 2.0**41))

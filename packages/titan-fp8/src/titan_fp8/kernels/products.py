@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from titan_fp8.reference import dequantize
+from titan_fp8.reference.matmul import no_autocast
 
 _SHORT_ACCUMULATOR = ("tensor", "row")
 """Scalings whose products have Hopper's short accumulator. A product of blocks is promoted to float32 every 128 values, and
@@ -107,7 +108,8 @@ def scaled_mm_bf16(
     del fast_accum
     left = dequantize(a, scale_a, scaling_a).bfloat16()
     right = dequantize(b, scale_b, scaling_b).bfloat16()
-    product = left @ right.t()
+    with no_autocast(a.device):
+        product = left @ right.t()
     return (product if bias is None else product + bias).to(out_dtype)
 
 
