@@ -51,3 +51,11 @@ def test_each_layer_is_judged_by_name_on_its_weight_input_and_gradient() -> None
     model(torch.randn(2, 64))
     assert len(found) == count
     assert not model[0]._forward_hooks
+
+
+def test_a_vector_and_an_input_by_name_are_judged() -> None:
+    layer = titan_fp8.Float8Linear(64, 32)
+    for call in (lambda: layer(torch.randn(64)), lambda: layer(input=torch.randn(3, 64))):
+        with titan_fp8.record_stats(layer) as found:
+            call().sum().backward()
+        assert set(found[""]) == {"input", "weight", "grad"}

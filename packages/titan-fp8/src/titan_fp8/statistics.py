@@ -79,7 +79,10 @@ def record_stats(model: nn.Module) -> Generator[dict[str, dict[str, TensorStats]
     for name, layer in _layers(model):
         if plain_weight(layer.weight) is not layer.weight:
             found[name] = {"weight": tensor_stats(_local(layer.weight), layer.recipe.w)}
-    handles = [layer.register_forward_hook(_recorder(found.setdefault(name, {}))) for name, layer in _layers(model)]
+    handles = [
+        layer.register_forward_hook(_recorder(found.setdefault(name, {})), with_kwargs=True)
+        for name, layer in _layers(model)
+    ]
     try:
         yield found
     finally:
@@ -88,18 +91,23 @@ def record_stats(model: nn.Module) -> Generator[dict[str, dict[str, TensorStats]
 
 
 def _recorder(entry: dict[str, TensorStats]) -> Any:
-    def record(layer: Float8Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
-        entry["input"] = tensor_stats(args[0].detach().flatten(0, -2), layer.recipe.x)
+    def record(layer: Float8Linear, args: tuple[Tensor, ...], named: dict[str, Tensor], out: Tensor) -> None:
+        x = args[0] if args else named["input"]
+        entry["input"] = tensor_stats(_rows(x.detach()), layer.recipe.x)
         if not isinstance(layer.weight, GatheredWeight):
             entry["weight"] = tensor_stats(_local(layer.weight), layer.recipe.w)
 
         def record_grad(grad: Tensor) -> None:
-            entry["grad"] = tensor_stats(grad.flatten(0, -2), layer.recipe.g)
+            entry["grad"] = tensor_stats(_rows(grad), layer.recipe.g)
 
         if out.requires_grad:
             out.register_hook(record_grad)
 
     return record
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Float8Linear]]:
