@@ -240,6 +240,12 @@ def rotation_errors():
             got = rotation.rotate(x, angle.cos(), angle.sin())
             expected = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
             results[f"rotate-{layout}-{batch}x{seq_len}"] = error(got, expected)
+    # Offsets beyond int32, as heads-first memory of many tokens has. It is reserved, and touched at the three heads alone.
+    wide = torch.empty(2**31 + 8, dtype=torch.bfloat16).as_strided((1, 1, 3, 8), (8, 8, 2**30, 1))
+    x, angle = torch.randn(1, 1, 3, 8, generator=generator).bfloat16(), torch.rand(1, 1, 1, 4, generator=generator)
+    wide.copy_(x)
+    got, expected = (rotation.rotate(t, angle.cos(), angle.sin()) for t in (wide, x))
+    results["rotate-heads_far_apart"] = error(got, expected.double())
     return results
 
 

@@ -86,6 +86,7 @@ ERRORS = {
         for layout in ("tokens_first", "heads_first", "channels_first")
         for size in ("2x5", "2x1", "1x5")
     },
+    "rotate-heads_far_apart": 0.0,
     "grouped_scaled_mm-block1x128": WITHIN_THE_BOUND,
     "grouped_scaled_mm-row": WITHIN_THE_BOUND,
     "grouped_scaled_mm-tensor": WITHIN_THE_BOUND,

@@ -44,7 +44,7 @@ def rotate_kernel(
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     pairs = tl.arange(0, WIDTH)[None, :]
     angle = (token % table_rows) * half + pairs
-    source = x + token * stride_token + heads * stride_head
+    source = x + token * stride_token + heads.to(tl.int64) * stride_head
     target = out + (token * num_heads + heads) * 2 * half
     if MASKED:
         c = tl.load(cos + angle, mask=pairs < half, other=0.0)
