@@ -351,3 +351,24 @@ def test_ddp_hooks_match_within_their_precision() -> None:
     for results in run_ranks(run_policies, 2, cases, timeout_s=150):
         for (policy, _), (error, _, _) in zip(cases, results, strict=True):
             assert error <= allowed[str(policy.comm.ddp_hook)], f"{policy}: {error}"
+
+
+def run_after_a_dropped_step(mode: str, keep: Accumulate) -> float:
+    """The largest gradient error of a step after one that was not finished."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model: Any = TinyLM()
+    model = materialize(plan(model, mesh_for(mode), Policy(mode=mode)).apply(model), "cpu", fill)
+    optimizer = torch.optim.SGD(model.parameters())
+    tokens, targets = batches(world, MICROBATCHES)
+    with accumulate(model, 0, MICROBATCHES, keep):
+        loss_of(model, tokens[0, rank], targets[0, rank]).backward()
+    optimizer.zero_grad()
+    step(model, MICROBATCHES, "sharded" if keep == "hsdp-ar" else keep)
+    return worst(gradients(model), reference(world, MICROBATCHES))
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep"), [("fsdp", "unsharded"), ("fsdp", "zero1"), ("ddp", "unsharded"), ("hsdp", "hsdp-ar")]
+)
+def test_a_dropped_step_leaves_nothing_to_the_next(mode: str, keep: Accumulate) -> None:
+    assert max(run_ranks(run_after_a_dropped_step, 4, mode, keep)) <= TOLERANCE

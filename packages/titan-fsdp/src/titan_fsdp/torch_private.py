@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_has",
     "ddp_ignore",
+    "drop_unreduced",
     "fake_tensors",
     "fsdp_modules",
     "fsdp_roots",
@@ -63,6 +64,22 @@ def fsdp_roots(model: nn.Module) -> "list[FSDPModule]":
     wrapped: list[Any] = fsdp_modules(model)
     inside = {id(inner) for module in wrapped for inner in module.modules() if inner is not module}
     return [module for module in wrapped if id(module) not in inside]
+
+
+def drop_unreduced(modules: "Iterable[FSDPModule]") -> None:
+    """Drop the gradients that FSDP2 keeps beside its parameters until they are reduced; ``zero_grad`` does not see them."""
+    for module in modules:
+        state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in (group for group in groups if group is not None):
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                if "unsharded_accumulated_grad" in vars(
+                    parameter
+                ):  # before torch 2.15 a sum in the reduction's precision
+                    parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
 
 def share_streams(models: Iterable[nn.Module]) -> None:

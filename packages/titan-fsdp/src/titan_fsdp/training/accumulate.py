@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from titan_fsdp.names import named_modules
 from titan_fsdp.planning.collectives import Accumulate, check_keep
 from titan_fsdp.planning.data import PlanData
-from titan_fsdp.torch_private import fsdp_modules
+from titan_fsdp.torch_private import drop_unreduced, fsdp_modules
 from titan_fsdp.wrapping.apply import applied_plan
 
 
@@ -31,7 +31,7 @@ def accumulate(model: nn.Module, index: int, total: int, keep: Accumulate = "sha
 
     Args:
         model: A model from `WrapPlan.apply`, or a plain one, for which nothing happens.
-        index: Microbatch, from 0.
+        index: Microbatch, from 0. 0 begins a step: gradients that an unfinished step left unreduced are dropped.
         total: Microbatches in the step.
         keep: See the table above. In ddp mode ``sharded`` reduces every microbatch and the others
             only the last; with a communication hook it is always only the last.
@@ -61,6 +61,8 @@ def accumulate(model: nn.Module, index: int, total: int, keep: Accumulate = "sha
         )
     if (keep == "zero1" and mode == "ddp") or (keep == "hsdp-ar" and mode == "ddp"):
         keep = "unsharded"
+    if index == 0:
+        drop_unreduced(modules)
     _set(model, plan, modules, keep, last)
     try:
         yield
@@ -72,8 +74,7 @@ def accumulate(model: nn.Module, index: int, total: int, keep: Accumulate = "sha
 def _set(model: nn.Module, plan: PlanData, modules: list[FSDPModule], keep: Accumulate, last: bool) -> None:
     root: Any = model
     root.set_requires_gradient_sync(last or keep in ("sharded", "hsdp-ar"))
-    if keep == "hsdp-ar":
-        root.set_requires_all_reduce(last)
+    root.set_requires_all_reduce(last or keep != "hsdp-ar")
     if plan.policy.mode == "ddp":
         return
     root.set_reshard_after_backward(last or keep != "zero1")
