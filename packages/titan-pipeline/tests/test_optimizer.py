@@ -156,6 +156,47 @@ def test_an_undone_step_keeps_the_precision_of_the_optimizers_state():
     assert rate == exact_rate
 
 
+def test_a_step_is_judged_and_redone_by_its_gradients_even_if_the_optimizer_changed_them():
+    """SGD with Nesterov momentum adds the momentum to the gradients themselves where it takes all parameters at once."""
+    x, y = batch(3)
+
+    def run(optimistic):
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 6)
+        executor = Executor(build_schedule("gpipe", 1, 4), [TorchStage(layer, 0, loss=loss_sum)])
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=True)
+        lazy, norms = Optimistic(executor, optimizer, 7.0), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            executor.step(x, y)
+            if optimistic:
+                lazy.step()
+                norms.append(lazy.settle()[0])
+            else:
+                norms.append(clip_grad_norm(executor, 7.0))
+                optimizer.step()
+        return norms, layer.weight, lazy.undone
+
+    (norms, weight, undone), (exact_norms, exact, _) = run(True), run(False)
+    assert 0 < undone < 4
+    assert norms == exact_norms
+    assert torch.equal(weight, exact)
+
+
+def test_a_schedulers_step_before_settling_stays():
+    layer = nn.Linear(6, 6)
+    executor = Executor(build_schedule("gpipe", 1, 4), [TorchStage(layer, 0, loss=loss_sum)])
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scheduler, lazy = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), Optimistic(executor, optimizer, 1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        executor.step(*batch(3))
+        lazy.step()
+        scheduler.step()
+        assert not lazy.settle()[1]
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+
+
 def _unsummed():
     """Clips gradients whose parts on two ranks are still to be summed; ``rank + 1`` on each."""
     mesh = init_device_mesh("cpu", (2,))

@@ -7,7 +7,8 @@ fill. `clip_grad_norm` is that clip: exact, and the default.
 afterwards, when the news has had time to travel; most steps of a stable run need neither. If one did, the snapshot
 taken before the step is put back and the step is redone properly. The result is bit-equal to the synchronous step,
 always, because nothing is inverted: undoing AdamW arithmetically leaves 4 % of parameters different and can make NaNs
-out of rows that never got a gradient. The price is one copy of parameters and optimizer state.
+out of rows that never got a gradient. The price is one copy of parameters, gradients (some optimizers change them in place) and
+optimizer state.
 """
 
 import copy
@@ -48,7 +49,7 @@ class Optimistic:
 
     Use: ``step()`` in place of clip and ``optimizer.step()``, then ``settle()`` on every rank before the next
     optimizer step or any use of the gradients (forwards of the next step may run in between only if you can repeat
-    them: `settle` says whether the parameters changed).
+    them: `settle` says whether the parameters changed). A scheduler may set the learning rate before or after `settle`.
 
     Args:
         executor: The pipeline.
@@ -61,6 +62,8 @@ class Optimistic:
         self._optimizer = optimizer
         self._max_norm = max_norm
         self._snapshot: _Snapshot | None = None
+        self._stepped: list[dict[str, Any]] = []
+        """Settings as the optimizer's step left them; a scheduler may change them before `settle`."""
         self.undone = 0
         """Steps that had to be redone or dropped so far."""
 
@@ -70,6 +73,7 @@ class Optimistic:
             raise RuntimeError("the last step is not settled yet. Call settle() on every rank first.")
         self._snapshot = _Snapshot(self._optimizer)
         self._optimizer.step()
+        self._stepped = _settings(self._optimizer)
 
     def settle(self) -> tuple[float, bool]:
         """Validate the step with all ranks; call on every rank.
@@ -81,27 +85,38 @@ class Optimistic:
         if self._snapshot is None:
             raise RuntimeError("there is no step to settle. Call step() first.")
         before, self._snapshot = self._snapshot, None
+        before.put_back_gradients(self._optimizer)
         norm = _global_norm(self._executor, _parameters(self._executor, ()))
         if math.isfinite(norm) and not norm > self._max_norm:
             return norm, True
         self.undone += 1
+        scheduled = [
+            {name: value for name, value in now.items() if value != stepped.get(name)}
+            for now, stepped in zip(_settings(self._optimizer), self._stepped, strict=True)
+        ]
         before.put_back(self._optimizer)
         if math.isfinite(norm):
             _scale(self._executor, norm, self._max_norm, ())
             self._optimizer.step()
+        for group, settings in zip(self._optimizer.param_groups, scheduled, strict=True):
+            group.update(settings)
         return norm, False
 
 
 class _Snapshot:
-    """An optimizer's parameters, state and settings. Not its ``state_dict``, which comes back in the weights' data type."""
+    """Parameters, gradients, state and settings. Not a ``state_dict``, which comes back in the weights' data type."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._weights = [p.detach().clone() for p in _weights(optimizer)]
+        self._gradients = [None if p.grad is None else p.grad.detach().clone() for p in _weights(optimizer)]
         self._state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
-        self._settings = [
-            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
-        ]
+        self._settings = _settings(optimizer)
+
+    def put_back_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients as they were before the step."""
+        for parameter, value in zip(_weights(optimizer), self._gradients, strict=True):
+            if parameter.grad is not None and value is not None:
+                parameter.grad.copy_(value)
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
         """Call once: the optimizer goes on with what is kept here."""
@@ -116,6 +131,13 @@ class _Snapshot:
 
 def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _parameters(executor: Executor, skip: Iterable[Tensor]) -> list[Tensor]:
