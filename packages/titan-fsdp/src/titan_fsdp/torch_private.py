@@ -74,9 +74,7 @@ def drop_unreduced(modules: "Iterable[FSDPModule]") -> None:
         for group in (group for group in groups if group is not None):
             group._partial_reduce_output = None
             for parameter in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(
-                    parameter
-                ):  # before torch 2.15 a sum in the reduction's precision
+                if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.15 sums in the gradient itself
                     parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
