@@ -207,6 +207,26 @@ def test_files_and_tar_shards_are_read_and_broken_images_are_named_and_left_out(
     assert [int((row >= 0).sum()) for row in batch.target] == [4, 4]
 
 
+def test_an_image_that_is_there_by_now_is_taken_when_the_data_is_prepared_again(tmp_path):
+    ask = {"prompt": "colour?", "answer": "red"}
+    write_lines(tmp_path, [ask, ask, {"image": "late.png", **ask}])
+    settings = config(tmp_path)
+    for _ in range(2):
+        VisionTask().prepare(settings)
+        assert len(VisionInputs(settings).train.items) == 1
+    picture(tmp_path / "late.png")
+    assert len(VisionInputs(settings).train.items) == 1  # ranks take what was prepared
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "MANIFEST.json").write_text("{}")
+    VisionTask().prepare(settings)
+    assert len(VisionInputs(settings).train.items) == 1  # as does a run that resumes
+    checkpoint.rename(tmp_path / "another")
+    VisionTask().prepare(settings)
+    assert len(VisionInputs(settings).train.items) == 2
+    assert (prepare_index(settings, ARGS).parent / "quarantine.jsonl").read_text() == ""
+
+
 def test_rows_of_text_alone_still_have_an_image_for_the_encoder(tmp_path):
     write_lines(tmp_path, [{"prompt": "one", "answer": "two"}] * 3)
     batch = VisionInputs(config(tmp_path)).train.batch_of([[0, 1]])

@@ -40,20 +40,35 @@ class Line:
     grids: list[Grid]
 
 
-def prepare_index(config: Config, args: EncoderArgs) -> Path:
+def prepare_index(config: Config, args: EncoderArgs, *, again: bool = False) -> Path:
     """Read the files and index their usable lines, unless that is done; the index's file.
+
+    With ``again``, it is done anew if an image in quarantine can be read by now.
 
     Raises:
         ValueError: A file or a line is not what it should be, or nothing is usable.
     """
     files = list_lines(config.vision.paths)
     folder = PreparedFolder(index_folder(config, args, files), "index.jsonl", str)
-    if folder.state_path.is_file():
-        return folder.state_path
-    with folder.one_process():
-        if not folder.state_path.is_file():  # another process may have done it meanwhile
-            write_atomic(folder.state_path, "".join(_index(config, args, files, folder)))
+
+    def done() -> bool:
+        return folder.state_path.is_file() and not (again and _repaired(config, args, files, folder))
+
+    if not done():
+        with folder.one_process():
+            if not done():  # another process may have done it meanwhile
+                folder.state_path.unlink(missing_ok=True)  # killed from here on, it is done anew
+                write_atomic(folder.state_path, "".join(_index(config, args, files, folder)))
     return folder.state_path
+
+
+def _repaired(config: Config, args: EncoderArgs, files: Sequence[Path], folder: PreparedFolder[str]) -> bool:
+    """Whether the images of a line in quarantine can be read by now."""
+    quarantine = folder.path / "quarantine.jsonl"
+    kept = read_json_lines(quarantine) if quarantine.is_file() else ()
+    left_out = {(bad.get("file"), bad.get("line")) for _, _, bad in kept if isinstance(bad, dict)}
+    tried = (line for file in files if left_out for line in _lines(file) if (str(line[0]), line[1]) in left_out)
+    return any(isinstance(_measure(line, config, args), Line) for line in tried)
 
 
 def _index(config: Config, args: EncoderArgs, files: Sequence[Path], folder: PreparedFolder[str]) -> list[str]:

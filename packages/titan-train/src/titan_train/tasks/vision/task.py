@@ -18,7 +18,7 @@ from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.models.vision_language.encoder import patch_places
 from titan_train.parallel.context import ContextParallelism, Heads
-from titan_train.run_folder import check_writable
+from titan_train.run_folder import check_writable, newest_checkpoint, run_folder
 from titan_train.task import Task, TaskInputs
 from titan_train.tasks.diffusion.sampling import image_grid, write_png
 from titan_train.tasks.vision.answers import guessed, score_answers
@@ -48,7 +48,8 @@ class VisionTask(Task):
         args = _args(config)
         build_tokenizer(config.tokenizer, config.data)
         if config.vision.source == "jsonl":
-            prepare_index(config, args)
+            resumes = newest_checkpoint(run_folder(config)) is not None  # and needs the samples that it began with
+            prepare_index(config, args, again=not resumes)
 
     def check_inputs(self, config: Config) -> None:
         if config.vision.source == "jsonl":
