@@ -394,9 +394,6 @@ def test_a_broken_image_is_named_and_left_out_where_that_is_asked_for(pipeline, 
     with pytest.raises(ValueError, match=r"images\.jsonl, line 4, .*003\.png: UnidentifiedImageError"):
         load_task(config).prepare(config, quiet=True)
     strict = parse_config(sections | {"data": sections["data"] | {"on_error": "skip"}})
-    (tmp_path / "shards" / "prepared.json").unlink(missing_ok=True)
-    for path in (tmp_path / "shards").glob("*.safetensors"):
-        path.unlink()
     with pytest.raises(ValueError, match=r"1 of 4 documents are malformed .*more than data\.max_bad_fraction=0\.001"):
         load_task(strict).prepare(strict, quiet=True)
     sections["diffusion"]["path"] = str(tmp_path / "kept")
@@ -407,6 +404,40 @@ def test_a_broken_image_is_named_and_left_out_where_that_is_asked_for(pipeline, 
     reasons = (tmp_path / "kept" / "quarantine.jsonl").read_text()
     assert reasons.count("\n") == 3
     assert "absent.png" in reasons
+
+
+def test_a_preparation_that_failed_in_its_first_block_begins_again_in_its_folder(pipeline, tmp_path):
+    tiny.write_images(tmp_path / "photos", 6)
+    image = tmp_path / "photos" / "003.png"
+    content = image.read_bytes()
+    image.write_bytes(b"not a picture")
+    config = parse_config(tree(tmp_path, pipeline))
+    with pytest.raises(ValueError, match=r"003\.png"):
+        load_task(config).prepare(config, quiet=True)
+    image.write_bytes(content)
+    (tmp_path / "shards" / "train-00000.tar").write_bytes(b"of a preparation of other settings that was killed")
+    load_task(config).prepare(config, quiet=True)
+    assert json.loads((tmp_path / "shards" / "prepared.json").read_text())["complete"]
+    assert not list((tmp_path / "shards").glob("*.tar"))
+
+
+def test_a_photograph_is_decoded_as_it_is_shown():
+    from PIL import Image
+
+    def decoded(image, side, **options):
+        content = io.BytesIO()
+        image.save(content, **options)
+        return decode_image(content.getvalue(), side)
+
+    image, exif = Image.new("RGB", (64, 32), "white"), Image.Exif()
+    image.paste("black", (16, 0, 32, 16))
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    pixels = decoded(image, 32, format="JPEG", exif=exif, quality=95)
+    assert pixels[:, 2:14, 18:30].max() < -0.8  # the upper right quarter of the middle square
+    assert pixels[:, 18:30].min() > 0.8
+    assert pixels[:, :, 2:14].min() > 0.8
+    assert decoded(Image.new("RGBA", (32, 32), (255, 0, 0, 0)), 32, format="PNG").min() == 1.0  # on white
+    assert abs(decoded(Image.new("I;16", (32, 32), 2**15), 32, format="PNG")).max() < 0.01
 
 
 def test_images_in_tar_files_are_encoded_too(pipeline, tmp_path):

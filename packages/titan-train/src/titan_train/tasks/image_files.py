@@ -1,4 +1,8 @@
-"""Files that images come in: JSON lines that name them, tar files that hold them, and Pillow, which opens them."""
+"""Files that images come in: JSON lines that name them, tar files that hold them, and Pillow, which opens them.
+
+An image is taken as a viewer shows it: turned as its EXIF says, on white where it is transparent, 16 bits reduced to 8, an
+animation's first frame.
+"""
 
 import json
 import tarfile
@@ -6,6 +10,8 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from titan_train.lazy import require
 
@@ -81,3 +87,19 @@ def open_image(file: Any, name: str) -> Generator[Any]:
         raise
     except Exception as err:  # decoders raise what they like on damaged files
         raise BrokenImage(f"{name}: {type(err).__name__}: {err}") from err
+
+
+def as_shown(image: Any) -> Any:
+    """An open image, decoded to RGB of 8 bits."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise ValueError("pixels are floating-point numbers of an unknown range")
+    if image.mode.startswith("I"):  # 16 bits, which Pillow would clip
+        values = np.asarray(image).astype(np.int64) >> 8
+        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    if image.mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")

@@ -1,8 +1,7 @@
 """From image files to patches: bounded sizes, one order of patches, one count of tokens.
 
-Pillow decodes (extra ``[vision]``); a file is opened, its size is checked, and only then its pixels are read. An image is taken
-as a viewer shows it: turned as its EXIF says, on white where it is transparent, 16 bits reduced to 8, an animation's first
-frame.
+Pillow decodes (extra ``[vision]``); a file is opened, its size is checked, and only then its pixels are read, as a viewer shows
+them.
 """
 
 import io
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_train.models.vision_language.args import EncoderArgs
-from titan_train.tasks.image_files import BrokenImage, open_image, read_range, tar_members
+from titan_train.tasks.image_files import BrokenImage, as_shown, open_image, read_range, tar_members
 
 FloatArray = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]
@@ -104,7 +103,7 @@ def read_image(path: str, grid: tuple[int, int], args: EncoderArgs, *, most: int
     """
     with _opened(path) as image:
         _checked_size(image, path, most)
-        shown = _as_shown(image).resize((grid[1] * args.patch, grid[0] * args.patch), resample=3)  # bicubic
+        shown = as_shown(image).resize((grid[1] * args.patch, grid[0] * args.patch), resample=3)  # bicubic
         return np.asarray(shown, dtype=np.uint8)
 
 
@@ -116,7 +115,7 @@ def thumbnail(path: str, side: int, *, most: int) -> Pixels:
     """
     with _opened(path) as image:
         _checked_size(image, path, most)
-        shown = _as_shown(image)
+        shown = as_shown(image)
         shown.thumbnail((side, side))
         page = np.full((side, side, 3), 255, dtype=np.uint8)
         pixels = np.asarray(shown, dtype=np.uint8)
@@ -131,22 +130,6 @@ def _checked_size(image: Any, path: str, most: int) -> tuple[int, int]:
     if width * height > most:
         raise BrokenImage(f"{path}: {width} x {height} pixels are more than vision.max_pixels={most}")
     return (width, height) if image.getexif().get(_ORIENTATION) in _LYING else (height, width)
-
-
-def _as_shown(image: Any) -> Any:
-    """Decoded to RGB of 8 bits."""
-    from PIL import Image, ImageOps
-
-    image = ImageOps.exif_transpose(image)
-    if image.mode == "F":
-        raise ValueError("pixels are floating-point numbers of an unknown range")
-    if image.mode.startswith("I"):  # 16 bits, which Pillow would clip
-        values = np.asarray(image).astype(np.int64) >> 8
-        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
-    if image.mode in ("LA", "PA", "RGBA", "La", "RGBa") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
 
 
 def _opened(path: str) -> Any:

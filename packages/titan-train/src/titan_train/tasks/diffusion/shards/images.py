@@ -15,7 +15,7 @@ import numpy as np
 
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.tasks.diffusion.flow import FloatArray
-from titan_train.tasks.image_files import BrokenImage, open_image, read_json_lines, read_range, tar_members
+from titan_train.tasks.image_files import BrokenImage, as_shown, open_image, read_json_lines, read_range, tar_members
 
 _KINDS = ("jpg", "jpeg", "png", "webp")
 _MOST_BYTES = 2**28
@@ -82,11 +82,11 @@ def decode_image(content: bytes, side: int, name: str = "image") -> FloatArray:
         if width * height > _MOST_PIXELS:
             raise BrokenImage(f"{name}: {width} x {height} pixels are more than {_MOST_PIXELS:,}")
         large_enough = min(width, height) >= side
-        image = opened.convert("RGB") if large_enough else None
+        image = as_shown(opened) if large_enough else None
     if image is None:
         raise TooSmallError(f"{name} has {width} x {height} pixels, and diffusion.grid needs {side} x {side}")
-    scale = side / min(width, height)
-    size = (max(side, round(width * scale)), max(side, round(height * scale)))
+    scale = side / min(image.size)
+    size = tuple(max(side, round(length * scale)) for length in image.size)
     left, top = ((length - side) // 2 for length in size)
     resized = image.resize(size, resample=3).crop((left, top, left + side, top + side))  # bicubic
     pixels = np.asarray(resized, dtype=np.float32) / 127.5 - 1.0

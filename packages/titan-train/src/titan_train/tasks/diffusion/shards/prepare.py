@@ -129,6 +129,7 @@ class _Preparation:
         cpu = config.launch.device == "cpu" or not torch.cuda.is_available()
         encoders = Encoders(folder, text_tokens=self._sizes.text_tokens, device="cpu" if cpu else "cuda")
         side = 2 * self._sizes.grid * encoders.factor
+        self._save()  # from here on the folder is this preparation's, though its first block may fail
         self._write_empty(encoders)
         images = islice(self._images(), self._state.read, None)
         while True:
@@ -242,6 +243,10 @@ def _folder(path: Path) -> PreparedFolder[Prepared]:
 def _state(folder: PreparedFolder[Prepared], key: str) -> Prepared:
     """The state of the folder; refuses one that holds other shards."""
     found = folder.read()
+    if found is not None and not found.read:  # its first block was not finished: nothing of it is kept
+        for path in (*folder.path.glob("train-00000.*"), *folder.path.glob("validation-00000.*")):
+            path.unlink()
+        return Prepared(key=key, quarantine_bytes=0)
     if found is not None and found.key == key:
         return found
     if found is not None or any(folder.path.glob("*.safetensors")) or any(folder.path.glob("*.tar")):
