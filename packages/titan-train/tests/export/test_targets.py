@@ -62,6 +62,54 @@ def test_gguf_holds_deepseek_v2_and_narrow_weights(
     assert [check.name for check in checks] == ROWS
 
 
+def test_gguf_of_a_published_folder_fills_in_what_its_file_leaves_out(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    gpt2 = transformers.GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=256)
+    for config in (llama, gpt2):
+        base = tmp_path / config.model_type
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
+        published = json.loads((base / "config.json").read_text())
+        for name in ("head_dim", "num_key_value_heads", "rope_parameters", "n_inner"):  # as the first Llama and GPT-2
+            published.pop(name, None)
+        (base / "config.json").write_text(json.dumps(published))
+        run_dir = trained(folder, f"hf:{base}", run=f"gguf-{base.name}", steps=2, model={"init": f"hf:{base}"})
+        export_run(run_dir, tmp_path / f"{base.name}-gguf", to=["gguf"], dtype="fp32")
+
+
+def test_a_tokenizer_that_llama_cpp_lacks_is_refused_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("tokenizers")
+    export_run(trained(folder, "gpt_debug"), tmp_path / "hf", gate=False)
+    tokenizer = {"kind": "hf", "path": str(tmp_path / "hf")}
+    run_dir = trained(folder, "gpt_debug", run="gguf-tokenizer", steps=2, tokenizer=tokenizer)
+    monkeypatch.setattr(
+        "titan_train.export.run.compute_reference", lambda *_, **__: pytest.fail("the model was loaded")
+    )
+    with pytest.raises(ValueError, match="tokenizers of kind hf are not written as GGUF"):
+        export_run(run_dir, tmp_path / "model", to=["gguf"])
+
+
+def test_experts_that_transformers_lacks_are_exported_where_no_class_of_it_is_needed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = trained(folder, "qwen3_moe_debug", run="shared", num_shared_experts=1)
+    checks = export_run(run_dir, tmp_path / "dcp", to=["dcp"], dtype="fp32")["dcp"]
+    assert all(check.passed for check in checks)
+    monkeypatch.setattr(
+        "titan_train.export.run.compute_reference", lambda *_, **__: pytest.fail("the model was loaded")
+    )
+    with pytest.raises(ValueError, match="does not compute num_shared_experts=1"):
+        export_run(run_dir, tmp_path / "hf", to=["hf"])
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "q8_0"])
 def test_gguf_holds_narrow_weights(dtype: str, folder: Path, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
@@ -296,6 +344,7 @@ def test_what_a_target_cannot_hold_is_refused_before_anything_is_written(
     [
         ({"model_type": "gemma3_text"}, "models of type gemma3_text are not written as GGUF"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "always normalizes the weights"),
+        ({"model_type": "qwen3", "rope_scaling": {"rope_type": "yarn"}}, "stretched as yarn are not written for qwen3"),
         ({"n_shared_experts": 0}, "always has shared experts"),
         ({"q_lora_rank": None}, "only if they have 27 layers, and this one has 3"),
         ({"model_type": "deepseek_v2", "n_group": 4}, "scores a group of experts by its best two"),

@@ -1,5 +1,6 @@
 """The model card of an exported folder: the facts of the run, how to load the folder, and how it was compared."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from titan_train.export.gate import Check, as_table
@@ -41,8 +42,10 @@ def model_card(
     """The text of ``README.md``."""
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     config = run.config
-    own = type(run.model).__name__
-    architecture = own if family is None else family.load_hf().config_of(run.model.args)["architectures"][0]
+    architecture = type(run.model).__name__
+    with contextlib.suppress(ValueError):  # no class of transformers computes it
+        if family is not None:
+            architecture = family.load_hf().config_of(run.model.args)["architectures"][0]
     sources = ", ".join(source.name for source in config.data.sources)
     tokens = config.train.ramp(config.model.seq_len).consumed_after(run.step) * config.model.seq_len
     return f"""---

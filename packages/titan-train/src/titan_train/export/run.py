@@ -3,6 +3,7 @@
 Everything is written under a temporary name, and appears when it is complete and every check has passed.
 """
 
+import contextlib
 import logging
 import secrets
 import shutil
@@ -19,6 +20,7 @@ from titan_train.export.card import model_card
 from titan_train.export.float8 import float8_names
 from titan_train.export.gate import Check, Exported, Reference, check_artefact, compute_reference, require_passed
 from titan_train.export.gguf.folder import GgufType, check_gguf, gguf_library, write_gguf
+from titan_train.export.gguf.tokenizer import check_tokenizer
 from titan_train.export.hf_folder import DTYPES, hf_config, write_hf, write_json, write_tokenizer_files
 from titan_train.export.hf_model import StreamedHfModel
 from titan_train.export.job import AnyDtype, Job, Load, export_job
@@ -204,13 +206,15 @@ def _check_targets(to: Sequence[str], dtype: str) -> None:
 
 def _check_model(job: Job, to: Sequence[str]) -> None:
     """Refuse what a target cannot hold before anything is written."""
-    if not {"hf", "gguf"}.isdisjoint(to):
-        _ = job.family  # raises for a model without names there
     if job.dtype == "float8":
         float8_names(job.run.model, job.family)
+    if {"hf", "gguf"}.isdisjoint(to):
+        return
+    config = hf_config(job.run, job.family, job.stored)  # raises for a model that no class of transformers computes
     if "gguf" in to:
         gguf_library()
-        check_gguf(hf_config(job.run, job.family, job.stored))
+        check_gguf(config)
+        check_tokenizer(job.run.tokenizer)
 
 
 def _write_hf(folder: Path, job: Job, group: dist.ProcessGroup | None = None) -> None:
@@ -235,8 +239,10 @@ def _write(target: Target, folder: Path, job: Job) -> None:
         from titan_train.export.onnx_folder import write_onnx
 
         write_onnx(folder, unwrap(job.model()), step=run.step, seq_len=run.config.model.seq_len)
-        if (family := family_of(run.model)) is not None:
-            write_json(folder / "config.json", hf_config(run, family, "fp32"))  # for Optimum
+        family = family_of(run.model)
+        with contextlib.suppress(ValueError):  # no class of transformers computes it
+            if family is not None:
+                write_json(folder / "config.json", hf_config(run, family, "fp32"))  # for Optimum
     elif target == "aoti":
         from titan_train.export.aoti_folder import write_aoti
 

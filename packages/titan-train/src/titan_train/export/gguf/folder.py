@@ -59,6 +59,7 @@ def write_gguf(folder: Path, hf_folder: Path, tokenizer: Tokenizer, *, name: str
     gguf = gguf_library()
     config = json.loads(read_text(hf_folder / "config.json"))
     check_gguf(config)
+    config = _filled(config)
     architecture = _ARCHITECTURES[config["model_type"]]
     folder.mkdir(parents=True)
     writer: Any = gguf.GGUFWriter(folder / FILE, architecture)
@@ -78,6 +79,15 @@ def write_gguf(folder: Path, hf_folder: Path, tokenizer: Tokenizer, *, name: str
             writer.write_tensor_data(gguf.quants.quantize(source.read().float().numpy(), kinds[key]))
     finally:
         writer.close()
+
+
+def _filled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` with what published files leave to their class of transformers."""
+    if config["model_type"] == "gpt2":
+        return {**config, "n_inner": config.get("n_inner") or 4 * config["n_embd"]}
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return {"num_key_value_heads": heads, "rope_theta": 10_000.0, **config, "head_dim": width}
 
 
 def gguf_library() -> Any:
@@ -102,6 +112,10 @@ def check_gguf(config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"--to gguf: models of type {kind} are not written as GGUF; {', '.join(_ARCHITECTURES)} are. Use --to hf."
         )
+    scaling = config.get("rope_scaling") or {}
+    stretch = scaling.get("rope_type", scaling.get("type", "default"))
+    if stretch not in ("default", {"llama": "llama3", "deepseek2": "yarn"}.get(_ARCHITECTURES[kind])):
+        raise ValueError(f"--to gguf: rotary positions stretched as {stretch} are not written for {kind}. Use --to hf.")
     if kind == "qwen3_moe" and not config["norm_topk_prob"]:
         raise ValueError(
             "--to gguf: llama.cpp always normalizes the weights of Qwen3's experts, and this model has "

@@ -16,6 +16,31 @@ _PRE = {PATTERNS["llama3"]: "llama-bpe", PATTERNS["cl100k"]: "llama-bpe", PATTER
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
 
 
+def check_tokenizer(tokenizer: Tokenizer) -> None:
+    """Whether llama.cpp has a tokenizer that gives the same ids.
+
+    Raises:
+        ValueError: It has not, or not here.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return
+    if isinstance(tokenizer, TiktokenTokenizer):
+        if tokenizer.pattern not in _PRE:
+            raise ValueError(
+                "--to gguf: llama.cpp knows the patterns that cut text by name, and the tokenizer's own pattern is none of "
+                "llama3, cl100k and gpt2. Use --to hf."
+            )
+    elif isinstance(tokenizer, SentencePieceTokenizer):
+        kind = read_pieces(tokenizer.model).kind
+        if kind != "bpe" or tokenizer.adds_space:
+            raise ValueError(
+                f"--to gguf: SentencePiece models of kind {kind}{' with a dummy prefix' if tokenizer.adds_space else ''} "
+                "are not written as GGUF; BPE without a dummy prefix is. Use --to hf."
+            )
+    else:
+        raise ValueError(f"--to gguf: tokenizers of kind {tokenizer.kind} are not written as GGUF. Use --to hf.")
+
+
 def write_tokenizer(writer: Any, tokenizer: Tokenizer, *, rows: int) -> None:
     """Add a tokenizer to a file.
 
@@ -27,13 +52,13 @@ def write_tokenizer(writer: Any, tokenizer: Tokenizer, *, rows: int) -> None:
     Raises:
         ValueError: llama.cpp has no tokenizer that gives the same ids.
     """
+    check_tokenizer(tokenizer)
     if isinstance(tokenizer, ByteTokenizer | TiktokenTokenizer):
         texts, kinds = _byte_level(writer, tokenizer)
         scores = None
-    elif isinstance(tokenizer, SentencePieceTokenizer):
-        texts, kinds, scores = _sentencepiece(writer, tokenizer)
     else:
-        raise ValueError(f"--to gguf: llama.cpp has no tokenizer like {tokenizer.kind}. Use --to hf.")
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        texts, kinds, scores = _sentencepiece(writer, tokenizer)
     missing = rows - len(texts)
     writer.add_token_list([*texts, *(f"[UNUSED{i}]" for i in range(missing))])
     writer.add_token_types([*kinds, *([_UNUSED] * missing)])
@@ -50,14 +75,8 @@ def write_tokenizer(writer: Any, tokenizer: Tokenizer, *, rows: int) -> None:
 
 def _byte_level(writer: Any, tokenizer: ByteTokenizer | TiktokenTokenizer) -> tuple[list[str], list[int]]:
     vocabulary = byte_level_vocabulary(tokenizer)
-    pre = "gpt-2" if isinstance(tokenizer, ByteTokenizer) else _PRE.get(tokenizer.pattern)
-    if pre is None:
-        raise ValueError(
-            "--to gguf: llama.cpp knows the patterns that cut text by name, and the tokenizer's own pattern is none of "
-            "llama3, cl100k and gpt2. Use --to hf."
-        )
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_pre("gpt-2" if isinstance(tokenizer, ByteTokenizer) else _PRE[tokenizer.pattern])
     # llama.cpp wants at least one merge; one whose result is no token changes nothing
     writer.add_token_merges([" ".join(pair) for pair in vocabulary.merges] or ["\u0100 \u0100"])
     by_id = {number: (text, _NORMAL) for text, number in vocabulary.tokens.items()}
@@ -67,14 +86,8 @@ def _byte_level(writer: Any, tokenizer: ByteTokenizer | TiktokenTokenizer) -> tu
 
 
 def _sentencepiece(writer: Any, tokenizer: SentencePieceTokenizer) -> tuple[list[str], list[int], list[float]]:
-    read = read_pieces(tokenizer.model)
-    if read.kind != "bpe" or tokenizer.adds_space:
-        raise ValueError(
-            f"--to gguf: SentencePiece models of kind {read.kind}{' with a dummy prefix' if tokenizer.adds_space else ''} "
-            "are not written as GGUF; BPE without a dummy prefix is. Use --to hf."
-        )
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     # the kinds of SentencePiece's pieces have the same numbers in llama.cpp
-    pieces = read.pieces
+    pieces = read_pieces(tokenizer.model).pieces
     return [piece.text for piece in pieces], [piece.kind for piece in pieces], [piece.score for piece in pieces]
