@@ -3,10 +3,14 @@
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from titan_ckpt import Checkpointer
+from titan_testing import run_ranks
 from torch import nn
 
 
@@ -189,3 +193,33 @@ def test_a_lightning_trainer_resumes_bitwise(tmp_path):
         resume = tmp_path / "stopped" / "epoch=1.ckpt"
         assert Checkpointer(resume).steps() == [0]
         assert_same(train_lightning(tmp_path / "stopped", 3, str(resume)), want)
+
+
+def groups_of(adapter: str, root: str) -> list[int]:
+    """How many process groups there are after each of three saves."""
+    dist.get_backend_config = lambda *_: "cuda:nccl"  # as where the default group has no gloo
+    if adapter == "transformers":
+        from titan_ckpt.integrations.transformers import TitanTrainer
+
+        trainer: Any = TitanTrainer.__new__(TitanTrainer)
+        trainer.args = SimpleNamespace(output_dir=root, save_total_limit=None)
+    else:
+        from titan_ckpt.integrations.lightning import TitanIO
+    counts = []
+    for step in range(3):
+        if adapter == "transformers":
+            checkpointer, state = trainer._steps(rng=False)
+            checkpointer.save(step, state)
+        else:
+            TitanIO().save_checkpoint({"step": step}, f"{root}/{step}.ckpt")
+            assert TitanIO().load_checkpoint(f"{root}/{step}.ckpt") == {"step": step}
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+@pytest.mark.parametrize("adapter", ["transformers", "lightning"])
+def test_process_groups_do_not_grow_in_number_with_the_saves(tmp_path, adapter):
+    for package in (adapter, "accelerate"):
+        pytest.importorskip(package, reason="a test dependency")
+    ((first, *later),) = run_ranks(groups_of, 1, adapter, str(tmp_path), timeout_s=120)
+    assert later == [first, first]

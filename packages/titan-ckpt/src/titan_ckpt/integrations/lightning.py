@@ -5,7 +5,9 @@ Lightning's own is a file. Lightning gathers the whole state on one rank before 
 as much host memory there as without it.
 """
 
+import contextlib
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,22 @@ class TitanIO(CheckpointIO):
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Read a checkpoint, with every block checked; Lightning calls it on each rank by itself."""
         state = TrainState(rng=False)
-        self._open(path).restore(state, 0)
+        with self._open(path) as checkpointer:
+            checkpointer.restore(state, 0)
         return state.extra["checkpoint"]
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint."""
         shutil.rmtree(Path(path), ignore_errors=True)
 
-    def _open(self, path: str | Path) -> Checkpointer:
+    @contextlib.contextmanager
+    def _open(self, path: str | Path) -> Generator[Checkpointer]:
         alone: Any = None  # each call is one rank's alone
         if dist.is_initialized():
             alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        return Checkpointer(path, group=alone)
+        try:
+            with Checkpointer(path, group=alone) as checkpointer:
+                yield checkpointer
+        finally:
+            if alone is not None:  # torch keeps a group until it is ended
+                dist.destroy_process_group(alone)

@@ -4,6 +4,7 @@ Weights, optimizer, schedule and random state are sharded, digested and committe
 ``<output_dir>/steps``; ``checkpoint-N`` keeps only the Trainer's own counters.
 """
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from titan_ckpt import Checkpointer, TrainState
+from titan_ckpt.comm import ByteComm
 
 
 class TitanTrainer(Trainer):
@@ -33,8 +35,14 @@ class TitanTrainer(Trainer):
     def _root(self) -> Path:
         return Path(str(self.args.output_dir)).absolute() / "steps"
 
+    @cached_property
+    def _saving_ranks(self) -> Any:
+        """One group for all Checkpointers: where torch's has no gloo, each would make its own, which torch keeps."""
+        return ByteComm().group
+
     def _steps(self, **parts: Any) -> tuple[Checkpointer, TrainState]:
-        return Checkpointer(self._root(), keep_last=self.args.save_total_limit), TrainState(**parts)
+        limit = self.args.save_total_limit
+        return Checkpointer(self._root(), keep_last=limit, group=self._saving_ranks), TrainState(**parts)
 
     def _parts(self) -> dict[str, Any]:
         optim = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
