@@ -331,3 +331,10 @@ def test_dcp_load_takes_nested_names_of_a_native_step(tmp_path):
         assert torch.equal(weights[name], param)
         for key, value in optim.state[param].items():
             assert torch.equal(moments[name][key], value)
+
+
+def test_a_dtype_that_a_step_cannot_hold_is_refused_without_a_traceback(tmp_path, capsys):
+    state = {"model": {"w": torch.zeros(2)}, "odd": torch.zeros(2, dtype=torch.complex128)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert main(["import-dcp", str(tmp_path / "dcp"), str(tmp_path / "root")]) == 2
+    assert "odd has dtype torch.complex128, which safetensors cannot hold" in capsys.readouterr().err

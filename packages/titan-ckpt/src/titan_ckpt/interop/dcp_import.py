@@ -58,8 +58,8 @@ def import_dcp(
         its name in the DCP checkpoint (``extra["train_state.step"]``). A log line lists it.
 
     Raises:
-        ValueError: If this is not a DCP checkpoint, there is no such model, a file is missing or damaged, or a pickle holds
-            anything but plain data and tensors.
+        ValueError: If this is not a DCP checkpoint, there is no such model, a file is missing or damaged, a dtype is none of
+            safetensors, or a pickle holds anything but plain data and tensors.
     """
     source = _Source(Path(folder))
     paths = source.paths()
@@ -67,10 +67,13 @@ def import_dcp(
     optim = _entry(paths.values(), ("optim", "optimizer"), "optim") if optim is None else optim
     parts = _Parts(model, optim)
     for name, kind in source.metadata.state_dict_metadata.items():
-        if isinstance(kind, TensorStorageMetadata):
-            parts.add_tensor(name, paths[name], _DcpView(source, name, kind))
-        else:
-            parts.add_value(name, source.load(MetadataIndex(name), name))
+        try:
+            if isinstance(kind, TensorStorageMetadata):
+                parts.add_tensor(name, paths[name], _DcpView(source, name, kind))
+            else:
+                parts.add_value(name, source.load(MetadataIndex(name), name))
+        except TypeError as err:  # of a dtype or a value that a step cannot hold
+            raise ValueError(f"{folder}: {err}") from err
     if parts.views["extra"] and not parts.views["model"]:
         tops = sorted({path[0] for path in paths.values()})
         raise ValueError(
