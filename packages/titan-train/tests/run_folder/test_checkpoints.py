@@ -122,3 +122,20 @@ def test_another_error_while_setting_aside_is_raised(run_dir, monkeypatch):
     with pytest.raises(PermissionError):
         go_back(run_dir, 165)
     assert module.staged_rewind(run_dir / "staged") == 165
+
+
+def test_going_back_again_works_after_an_older_folder_was_deleted(run_dir):
+    for _ in range(2):
+        go_back(run_dir, 100)
+        save(run_dir, 200)
+    shutil.rmtree(run_dir / "set_aside" / "001-after-100")
+    go_back(run_dir, 100)
+    assert sorted(path.name for path in (run_dir / "set_aside").iterdir()) == ["002-after-100", "003-after-100"]
+
+
+def test_the_best_checkpoint_is_named_though_another_one_is_damaged(run_dir):
+    state = TrainState(model=nn.Linear(2, 2), rng=False)
+    for step, loss in ((300, 2.0), (400, 3.0)):
+        Checkpointer(run_dir / "checkpoints").save(step, state, metrics={"validation_loss": loss})
+    next(checkpoint_folders(run_dir)[400].glob("model-*.safetensors")).unlink()
+    assert find_start(f"{run_dir}@best", "checkpoint.start_from") == (run_dir, 300)

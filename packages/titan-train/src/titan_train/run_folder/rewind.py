@@ -52,8 +52,9 @@ def set_aside(run_dir: Path, staged: Path) -> None:
     after = order[order.index(step) + 1 :] if step in saved else []
     later = [number for number in order if number > step or number in after]
     if later:
-        before = len(list((run_dir / FOLDER).glob("*")))
-        folder = run_dir / FOLDER / f"{before + 1:03}-after-{step}"
+        numbers = [path.name.partition("-")[0] for path in (run_dir / FOLDER).glob("*-after-*")]
+        newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        folder = run_dir / FOLDER / f"{newest + 1:03}-after-{step}"
         folder.mkdir(parents=True)
         if (run_dir / "metrics.jsonl").is_file():
             shutil.copy2(run_dir / "metrics.jsonl", folder)

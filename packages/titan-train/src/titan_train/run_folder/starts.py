@@ -5,11 +5,12 @@ takes the weights alone. Both are resolved to one step before any rank starts, s
 run has a checkpoint of its own, that counts, and what it began with is on record.
 """
 
+import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
 
-from titan_ckpt import Manifest
+from titan_ckpt import CheckpointError, Manifest
 
 from titan_train.config import Config
 from titan_train.config.published import RUN, split_start
@@ -79,9 +80,10 @@ def find_start(start: str, setting: str) -> tuple[Path, int]:
 def _best(start: str, setting: str, saved: dict[int, Path]) -> int:
     rated: list[tuple[float, int]] = []
     for step, path in saved.items():
-        loss = Manifest.open(path).metrics.get(BEST, math.nan)
-        if math.isfinite(loss):
-            rated.append((loss, step))
+        with contextlib.suppress(CheckpointError):  # a damaged one is not the best
+            loss = Manifest.open(path).metrics.get(BEST, math.nan)
+            if math.isfinite(loss):
+                rated.append((loss, step))
     if not rated:
         raise ValueError(
             f"{setting}={start!r}: no checkpoint there was validated when it was saved. Name a step; checkpoint.keep_best=true "
