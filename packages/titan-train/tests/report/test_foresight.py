@@ -4,10 +4,11 @@ import json
 from importlib import resources
 from pathlib import Path
 
+import pytest
 import tomli_w
 from titan_train.config import parse_config
 from titan_train.planner import estimate, load_machine
-from titan_train.planner.calibrate.runs import save_constants
+from titan_train.planner.calibrate.runs import load_constants, save_constants
 from titan_train.planner.cost.constants import prior
 from titan_train.planner.hardware.machine import machine_of_device
 from titan_train.planner.shapes import shape_of_config
@@ -89,6 +90,19 @@ def test_a_damaged_hardware_file_leaves_the_report_without_the_section(tmp_path:
     assert predicted_beside_measured(read_folder(folder)) is None
     (folder / "hardware.toml").write_text("[compute]\nbf16_tflops = 'many'\n")
     assert predicted_beside_measured(read_folder(folder)) is None
+
+
+def test_constants_that_nothing_can_have_are_refused_and_leave_the_report_without_the_section(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "runs" / "a")
+    file = folder / "constants.toml"
+    for text in ("matmul = 0.0", "bandwidth = -1.0", "spread = 1e6"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="must be a number from"):
+            load_constants(file)
+        assert predicted_beside_measured(read_folder(folder)) is None
+    for values in (prior("te_graphs"), prior("eager")):
+        save_constants(values, file)
+        assert load_constants(file) == values
 
 
 def test_devices_are_known_by_the_names_that_pytorch_reports() -> None:

@@ -30,6 +30,13 @@ from titan_train.run_folder import read_config
 RUN_CONSTANTS = ("matmul", "kernel_s", "local", "step_s")
 """What a few runs can tell apart: the rate of products, the host's time for a kernel and for a step, the link's share."""
 
+_RATES = {
+    "matmul", "matmul8", "matmul4", "attention", "attention_backward", "bandwidth", "local", "network", "exchange",
+    "exchange_fused", "expert_rows", "context", "software",
+}  # fmt: skip
+"""Constants that times are divided by."""
+_MOST_SPREAD = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
@@ -130,7 +137,7 @@ def load_constants(path: str | Path) -> Constants:
     """Read a set.
 
     Raises:
-        ValueError: Missing file or unknown constant.
+        ValueError: Missing file, unknown constant or a value that nothing can have.
     """
     file = Path(path)
     if not file.is_file():
@@ -143,4 +150,7 @@ def load_constants(path: str | Path) -> Constants:
         wanted = str if name == "source" else (int, float)
         if not isinstance(value, wanted) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"{path}: {name} = {value!r} is not a {'text' if name == 'source' else 'finite number'}.")
+        least, most = 1e-9 if name in _RATES else 0.0, _MOST_SPREAD if name == "spread" else 1e9
+        if name != "source" and not least <= value <= most:
+            raise ValueError(f"{path}: {name} = {value!r} must be a number from {least:g} to {most:g}.")
     return Constants(**table)
