@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("titan_testing")
 
-from titan_pipeline import Costs, build_schedule  # noqa: E402
+from titan_pipeline import Costs, Schedule, build_schedule  # noqa: E402
 from titan_pipeline.runtime import (  # noqa: E402
     Executor,
     GlooTransport,
@@ -59,6 +59,43 @@ def test_different_schedules_are_refused_on_all_ranks(kind, swapped):
         assert took < 5
         assert "the ranks have different schedules (ranks [0]: digest" in said
         assert f"Rank {rank} has " + ("'1f1b'" if rank else "'zb_h1'") in said
+
+
+def refuses(transport):
+    """The middle one of three ranks holds the same stages in a loop and in a V, and has nothing against the swap."""
+    loop, turned = build_schedule("interleaved_1f1b", 3, 6), build_schedule("zbv", 3, 6)
+    executor = Executor(loop, stages_for(loop, transport.rank), transport, hang_timeout_s=5)
+    with pytest.raises((ValueError, PipelineAborted), match="Build those, or use a schedule with this placement"):
+        executor.swap(turned)
+    data = [torch.ones(1, 2)] * 6
+    return executor.step(data, data).loss
+
+
+def _refuses():
+    torch.manual_seed(0)
+    return refuses(host_transport())
+
+
+def test_a_swap_that_some_ranks_refuse_is_refused_on_all_and_changes_nothing():
+    assert len(set(testing.run_ranks(_refuses, 3))) == 1
+    assert len(set(ThreadHub(3).run(refuses))) == 1
+
+
+def test_a_swapped_schedule_is_not_measured_by_the_step_before():
+    """The program of the last rank is the same in both schedules."""
+    schedule, gpipe = build_schedule("1f1b", 2, 4), build_schedule("gpipe", 2, 4)
+    eager = Schedule("eager", 4, schedule.placement, (gpipe.ranks[0], schedule.ranks[1]))
+    data = [torch.ones(1, 2)] * 4
+
+    def work(transport):
+        stages = stages_for(schedule, transport.rank)
+        executor = Executor(schedule, stages, transport, trace=True, hang_timeout_s=5)
+        executor.step(data, data)
+        executor.swap(eager)
+        with pytest.raises(RuntimeError, match="run a training step first"):
+            executor.measured()
+
+    ThreadHub(2).run(work)
 
 
 def search(transport):

@@ -22,6 +22,9 @@ LOW_SHARE = 0.9
 """Below this share of deferred weight gradients a split schedule is worth a warning."""
 
 _PARTS = 8
+"""Numbers of a report that hold the digest."""
+_WIDTH = 64
+"""Stages per rank that fit a report; the rest count as 1."""
 _logger = logging.getLogger("titan_pipeline")
 
 
@@ -57,13 +60,13 @@ def agree(schedule: Schedule, stages: Mapping[int, Any], transport: Transport) -
 
     Raises:
         ValueError: The ranks have different schedules; raised on every rank.
+        PipelineAborted: Another rank could not run its schedule; see `refuse`.
     """
     digest = schedule.digest
     own = [float(int(digest[8 * k : 8 * k + 8], 16)) for k in range(_PARTS)]
     held = schedule.stages_of(transport.rank)
     shares = [float(getattr(stages[s], "deferred_share", 1.0)) for s in held]
-    width = 64  # stages per rank that fit a report; the rest count as 1
-    report = [*own, *shares[:width], *[1.0] * (width - len(shares[:width]))]
+    report = [*own, *shares[:_WIDTH], *[1.0] * (_WIDTH - len(shares[:_WIDTH]))]
     failure, rows = transport.close_step(None, report)
     if failure is not None:
         raise PipelineAborted(failure)
@@ -83,6 +86,12 @@ def agree(schedule: Schedule, stages: Mapping[int, Any], transport: Transport) -
     for rank, row in enumerate(rows):
         known |= dict(zip(schedule.stages_of(rank), row[_PARTS:], strict=False))
     return expected_gain(schedule, tuple(known.get(s, 1.0) for s in range(schedule.num_stages)))
+
+
+def refuse(transport: Transport, error: ValueError) -> None:
+    """In place of `agree`, on a rank that cannot run its schedule: the others get the error from theirs."""
+    failure = PeerFailure(transport.rank, -1, "", f"{type(error).__name__}: {error}")
+    transport.close_step(failure, [0.0] * (_PARTS + _WIDTH))
 
 
 def expected_gain(schedule: Schedule, shares: Sequence[float]) -> DeferredWork:

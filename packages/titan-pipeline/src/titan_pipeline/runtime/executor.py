@@ -23,7 +23,7 @@ from titan_pipeline.analysis.measure import Measurement
 from titan_pipeline.analysis.simulate import Slot
 from titan_pipeline.analysis.verify import verify
 from titan_pipeline.ir.schedule import COMPUTE, Action, Kind, Schedule
-from titan_pipeline.runtime.agreement import LOW_SHARE, DeferredWork, agree, expected_gain, warn_of_low_shares
+from titan_pipeline.runtime.agreement import LOW_SHARE, DeferredWork, agree, expected_gain, refuse, warn_of_low_shares
 from titan_pipeline.runtime.clock import Clock, HostClock
 from titan_pipeline.runtime.program import Program, check_order, compile_program
 from titan_pipeline.runtime.stage.protocol import Stage
@@ -111,7 +111,8 @@ class Executor:
         self.deferred: DeferredWork | None = None
         """How much of the weight gradients waits for W actions, and the bubble that follows; None for a schedule that
         does not split backwards. A forecast, made when the schedule is set; stages report what happened."""
-        self.swap(schedule)
+        self._check(schedule)
+        self._use(schedule)
 
     def swap(self, schedule: Schedule) -> None:
         """Use another schedule from the next step on; the placement of stages must stay.
@@ -121,7 +122,18 @@ class Executor:
         Raises:
             ValueError: If the schedule does not fit the stages, or the ranks gave different ones.
             ScheduleError: If the schedule cannot run.
+            PipelineAborted: If another rank's stages do not fit the schedule that was given there.
         """
+        try:
+            self._check(schedule)
+        except ValueError as err:
+            with self._meeting():  # the other ranks may have found nothing wrong
+                refuse(self.transport, err)
+            raise
+        self._use(schedule)
+
+    def _check(self, schedule: Schedule) -> None:
+        """Raise if this rank cannot run the schedule."""
         if schedule.num_ranks != self.transport.num_ranks:
             raise ValueError(
                 f"the schedule is for {schedule.num_ranks} ranks, the transport has {self.transport.num_ranks}."
@@ -136,6 +148,9 @@ class Executor:
         check_ties(self.tied, self.stages, schedule.num_stages)
         if self._deterministic:
             check_order(schedule)
+
+    def _use(self, schedule: Schedule) -> None:
+        """Agree with the other ranks on a schedule that was checked, and take it."""
         split = {a.stage for a in schedule.ranks[self.rank] if a.kind is Kind.I}
         if self._split and self._split != split:  # stages that share a layer have wrapped it one over the other
             for stage in reversed(tuple(self.stages.values())):
@@ -147,6 +162,7 @@ class Executor:
             self.deferred = agree(schedule, self.stages, self.transport)
         if self.deferred is not None:
             warn_of_low_shares(schedule, self.deferred, self.stages)
+        self.spans = []
         self.schedule = schedule
         self._program = compile_program(schedule, self.rank)
         self._forward_program = None
