@@ -21,6 +21,7 @@ from titan_train.launch.place.machines import FILE_NAME, Leader, follow, listen_
 from titan_train.launch.rank.info import RankInfo
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.rank.worker import _tcp_store
+from titan_train.launch.supervise import supervisor
 
 
 def free_port():
@@ -201,11 +202,54 @@ def test_a_machine_that_comes_late_joins_the_attempt_that_runs(tmp_path, machine
     assert codes == [0]
 
 
-def test_a_machine_whose_first_machine_falls_silent_gives_up(tmp_path, machine, monkeypatch):
+def test_a_machine_whose_first_machine_falls_silent_gives_up(tmp_path, machine, monkeypatch, capsys):
+    assert module._LEADER_GONE_S > supervisor._ROOM_S + 60
     monkeypatch.setattr(module, "_LEADER_GONE_S", 0.2)
     start, _, codes = machine
     start().join(30)
     assert codes == [1]
+    assert f"machine 0 wrote nothing to {tmp_path / FILE_NAME} for 0.2 s" in capsys.readouterr().err
+
+
+def test_a_machine_that_is_asked_to_end_does_so_when_no_rank_runs(tmp_path, machine, monkeypatch):
+    start, log, codes = machine
+    handlers = {}
+    monkeypatch.setattr(module.signal, "signal", handlers.__setitem__)
+    leader = Leader(tmp_path, 2)
+    leader.attempt(0, (0, 1))
+    thread = start()
+    soon(lambda: ("start", 0) in log)
+    handlers[signal.SIGTERM](signal.SIGTERM, None)  # its ranks had it too: they save, and machine 0 goes on from there
+    time.sleep(0.2)
+    assert codes == []
+    leader.attempt(1, (0,))
+    soon(lambda: ("end", 0) in log)
+    time.sleep(0.2)
+    assert codes == []
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    thread.join(30)
+    assert codes == [130]
+
+
+def test_a_start_that_was_refused_or_replaced_says_nothing_to_the_machines_of_another(tmp_path, monkeypatch):
+    def said():
+        return json.loads((tmp_path / FILE_NAME).read_text())
+
+    first, second, third = (Leader(tmp_path, 2) for _ in range(3))
+    first.attempt(0, (0, 1))
+    before = said()
+    second.finish(1)  # refused: the folder is in use
+    assert said() == before
+    second.attempt(0, (0, 1))  # now it has taken the folder over, and the first wakes up
+    before = said()
+    assert before["run"] != first._announced.run
+    first.order(Order.STOP)
+    first.touch()
+    first.finish(1)
+    assert said() == before
+    monkeypatch.setattr(module, "_DEAD_S", 0.0)  # the second was killed, and what comes then is refused
+    third.finish(1)
+    assert said()["exit_code"] == 1
 
 
 def test_what_is_announced_is_json_on_disk_at_once(tmp_path):

@@ -19,6 +19,7 @@ import json
 import math
 import signal
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -38,7 +39,8 @@ FILE_NAME = "machines.json"
 _POLL_S = 0.2
 _TOUCH_S = 5.0
 _FRESH_S = 15.0  # an answer is renewed every 5 s
-_LEADER_GONE_S = 120.0  # network file systems show a change up to a minute late
+_LEADER_GONE_S = 900.0  # it waits ten minutes for a full disk, and a network file system may be a minute late
+_DEAD_S = 120.0  # without a word: another start of the command on machine 0 is over, as its lease is
 _FIRST_CALL_S = 120.0  # machines of a job start at different times
 _CALL_S = 15.0  # they are there already; one that does not answer takes no part
 _BACKLOG = 1024
@@ -61,6 +63,8 @@ class Announcement:
     """First letters of the orders of this attempt, in order."""
     exit_code: int | None = None
     """Set when all is over."""
+    time: float = 0.0
+    """When it was written, in seconds since the epoch."""
 
 
 class Leader:
@@ -77,6 +81,7 @@ class Leader:
         self._all = machines
         self._announced = Announcement(uuid.uuid4().hex, -1)
         self._touched = 0.0
+        self._spoken = False
         self._heard: dict[int, tuple[str, float]] = {}  # machine -> its last answer, when that changed
 
     def call(self, wait_s: float) -> tuple[int, ...]:
@@ -134,10 +139,20 @@ class Leader:
         return answer_file(self._file.parent, machine)
 
     def _write(self, announced: Announcement) -> None:
+        if self._is_anothers(ending=announced.exit_code is not None):
+            return
         self._announced = announced
         self._touched = time.monotonic()
         with contextlib.suppress(OSError):  # a full disk: it is kept here, and written again by `touch`
-            write_atomic(self._file, json.dumps(asdict(announced) | {"time": time.time()}))
+            write_atomic(self._file, json.dumps(asdict(replace(announced, time=time.time()))))
+            self._spoken = True
+
+    def _is_anothers(self, *, ending: bool) -> bool:
+        """Whether another start has taken the folder over, or lives there still and this one was refused."""
+        there = _announcement(self._file.parent)
+        if there is None or there.run == self._announced.run:
+            return False
+        return self._spoken or (ending and there.exit_code is None and time.time() - there.time < _DEAD_S)
 
 
 class MachinesLauncher(Launcher):
@@ -245,15 +260,21 @@ def follow(
         start: Starts this machine's ranks.
 
     Returns:
-        The run's exit code; 1 if machine 0 fell silent.
+        The run's exit code; 1 if machine 0 fell silent, 130 if this machine was asked to end while no rank ran.
     """
-    # A batch system's warning comes to every machine: the ranks act on it, this process stays to see them end.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
     left = _announcement(run_dir)  # what an earlier start left behind says nothing about this one
     finished_before = left.run if left is not None and left.exit_code is not None else None
     here = _Follower(config, run_dir, per_node, device, start)
-    heard, text = time.monotonic(), ""
+    heard, text, leave_at = time.monotonic(), "", math.inf
+
+    def stop(_number: int, _frame: object) -> None:
+        nonlocal leave_at
+        if not here.running:
+            leave_at = time.monotonic() + _LEAVE_S  # machine 0 may have heard it too, and say how the run ends
+
+    # A batch system's warning comes to every machine: the ranks act on it, this process stays to see them end.
+    for number, handler in {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: signal.SIG_IGN}.items():
+        signal.signal(number, handler)
     try:
         while time.monotonic() - heard <= _LEADER_GONE_S:
             new_text, announced = _text(run_dir / FILE_NAME), _announcement(run_dir)
@@ -265,7 +286,16 @@ def follow(
                     return announced.exit_code
                 here.obey(announced)
             here.report()
+            if here.running:
+                leave_at = math.inf
+            elif time.monotonic() > leave_at:
+                return 130
             time.sleep(_POLL_S)
+        print(
+            f"error: machine 0 wrote nothing to {run_dir / FILE_NAME} for {_LEADER_GONE_S:g} s: it has not started, is gone, or "
+            "its disk is full. Start the command there, then here again.",
+            file=sys.stderr,
+        )
         return 1
     finally:
         here.end()
@@ -286,6 +316,11 @@ class _Follower:
         self._ranks: NodeRanks | None = None
         self._exits: list[RankExit] = []
         self._next_report = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether any rank of this machine has not ended yet."""
+        return self._ranks is not None and self._ranks.running
 
     def obey(self, announced: Announcement) -> None:
         """End or start ranks, pass orders on."""
@@ -318,7 +353,7 @@ class _Follower:
     def let_end(self) -> None:
         """Ranks of this machine may still be leaving after the last barrier."""
         deadline = time.monotonic() + _LEAVE_S
-        while self._ranks is not None and self._ranks.running and time.monotonic() < deadline:
+        while self._ranks is not None and self.running and time.monotonic() < deadline:
             self._ranks.exits(_POLL_S)
 
     def end(self) -> None:
@@ -393,6 +428,7 @@ def _announcement(run_dir: Path) -> Announcement | None:
             tuple(int(machine) for machine in values["machines"]),
             str(values["orders"]),
             None if values["exit_code"] is None else int(values["exit_code"]),
+            float(values["time"]),
         )
     except (KeyError, TypeError, ValueError):  # damaged: the next one replaces it
         return None
