@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from titan_train.cli import main
+from titan_train.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[4]
 HERE = "titan-train/tests/trust/test_security_claims.py"
@@ -74,6 +74,12 @@ CLAIMS = {
     "(`confirm_run_unsafe_code` is off)": [f"{HERE}::test_the_harness_s_own_code_for_a_task_never_runs_unasked"],
     "complete or not at all; it never replaces one": [
         "titan-train/tests/export/test_targets.py::test_of_two_exports_at_once_the_first_one_stays"
+    ],
+    "With `--token-file` it answers whoever sends the token, by whatever name it was asked, and nobody else": [
+        "titan-train/tests/serve/test_loopback.py::test_other_machines_are_answered_with_the_token_alone"
+    ],
+    "`--host` is refused without it": [
+        "titan-train/tests/serve/test_loopback.py::test_a_host_without_a_secret_is_refused_before_anything_is_loaded"
     ],
     "listens on 127.0.0.1 only": ["titan-train/tests/observe/test_watching.py::test_the_page_is_live_on_loopback_only"],
     "One request is answered at a time and 16 are held": [
@@ -142,6 +148,12 @@ def test_a_claim_is_in_the_page_and_has_its_test(claim):
     for place in CLAIMS[claim]:
         file, _, name = place.partition("::")
         assert name in functions_of(ROOT / "packages" / file), place
+
+
+def test_the_table_names_every_command():
+    page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    table = page.partition("## What a command may do")[2].partition("\n\n`serve` has")[0]
+    assert [name for name in COMMANDS if f"`{name}`" not in table] == []
 
 
 @cache
