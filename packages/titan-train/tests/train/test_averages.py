@@ -228,3 +228,27 @@ def test_a_validation_leaves_every_module_in_its_mode(folder):
         modes = [module.training for module in part.modules()]
         trainer.fit()  # the loss, and samples
         assert [module.training for module in part.modules()] == modes
+
+
+def test_a_damaged_checkpoint_is_left_out_of_the_mean_and_the_run_goes_on(folder, caplog):
+    sections = {
+        "train": {"steps": 6, "global_batch": 4},
+        "checkpoint": {"every": 2, "keep_last": 0},
+        "validation": {"every": 2, "steps": 1, "sample_tokens": 0},
+        "average": {"use": "checkpoints", "checkpoints": 3},
+    }
+    with Trainer(configured(folder, "damaged", **sections)) as trainer:
+        trainer.fit(until=5)
+        trainer.save()  # as on SIGTERM
+    file = next((trainer.run_dir / "checkpoints" / "step-00000005").glob("model-*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with Trainer(configured(folder, "damaged", **sections)) as trainer:
+        assert trainer.step == 4
+        trainer.fit()
+        assert trainer.step == 6
+    assert "step 5 is left out of the mean over checkpoints" in caplog.text
+    mean = weights_of(trainer.run_dir)
+    for name, weight in trainer.model.parts[0].named_parameters():
+        assert not torch.equal(mean[name], weight)

@@ -11,15 +11,18 @@ Schedule-free AdamW has an average of its own, which takes the same ways (`titan
 """
 
 import contextlib
+import logging
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from titan_ckpt import Checkpointer, TrainState
+from titan_ckpt import Checkpointer, DamageError, TrainState
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from titan_train.config import Config
+
+log = logging.getLogger(__name__)
 
 EMA, Z = "ema", "schedule_free_z"
 """Names in the optimizer's state of a parameter: of the moving average, and of what schedule-free AdamW's follows from."""
@@ -114,7 +117,7 @@ def mean_over_checkpoints(checkpointer: Checkpointer, state: TrainState, steps: 
     Args:
         checkpointer: Of the run.
         state: ``model``, ``shards`` and ``tied`` alone; buffers keep their values.
-        steps: The checkpoints; none leaves the weights as they are.
+        steps: The checkpoints; none leaves the weights as they are. A damaged one is left out, with a warning.
     """
     assert state.model is not None
     parts = [state.model] if isinstance(state.model, nn.Module) else list(state.model)
@@ -122,8 +125,14 @@ def mean_over_checkpoints(checkpointer: Checkpointer, state: TrainState, steps: 
     buffers = [_local(b) for part in parts for b in part.buffers()]
     kept = [b.clone() for b in buffers]
     means = [w.detach().float().clone() for w in weights]
-    for count, step in enumerate(steps, 2):
-        checkpointer.restore(state, step, cast=True)
+    count = 1
+    for step in steps:
+        try:
+            checkpointer.restore(state, step, cast=True)
+        except DamageError as err:  # on every rank, and nothing was loaded
+            log.warning("step %d is left out of the mean over checkpoints: %s", step, err)
+            continue
+        count += 1
         for mean, weight in zip(means, weights, strict=True):
             mean.lerp_(weight.float(), 1 / count)
     for weight, mean in zip(weights, means, strict=True):
