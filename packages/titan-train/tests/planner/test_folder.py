@@ -108,6 +108,32 @@ EXPERTS = {
 }  # fmt: skip
 
 
+def test_attention_that_chooses_its_keys_is_counted_at_its_own_length(tmp_path: Path) -> None:
+    """What a token keeps grows with the length until as many keys as it may choose are there."""
+    published = {
+        "model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "vocab_size": 256, "hidden_size": 64,
+        "moe_intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 32, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 512,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    words = [
+        "--model.name",
+        f"hf:{tmp_path}",
+        "--model.seq_len",
+        "4096",
+        "--train.microbatch",
+        "1",
+        "--train.global_batch",
+        "1",
+    ]
+    config = load_config("debug", [*words, "--train.dtype", "bf16", "--parallel.mode", "fsdp"])
+    (rank,) = rehearse(config, 1)
+    shape = of_folder(find_shape(f"hf:{tmp_path}"), f"hf:{tmp_path}", {})
+    found = kept_bytes(shape, replace(setup_of_config(config, 1), stack="eager"))
+    assert found == pytest.approx(rank.activations, rel=0.05)  # 0.47 of it, counted at 1,024 tokens
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("ep", [1, 4])
 def test_experts_over_ranks_keep_what_they_exchange(recompute: str, ep: int, tmp_path: Path) -> None:

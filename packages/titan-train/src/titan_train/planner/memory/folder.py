@@ -52,11 +52,12 @@ class FolderBlocks:
 
     def _kept(self, recompute: str, setup: Setup) -> float:
         tokens = setup.seq_len // setup.cp
-        counted = min(tokens, _LINEAR) if self.fused_attention else tokens  # without scores, each token keeps as much
+        most = _LINEAR if self._is_linear else setup.seq_len
+        counted = min(tokens, most)
         kept = self._each(recompute, counted, setup.tp)
         # "full" leaves a block's input, however it is computed again
         if setup.stack == "compile" and recompute != "full":
-            kept *= self._compiled_share(recompute, counted)
+            kept *= self._compiled_share(recompute, min(setup.seq_len, most))
         return kept * tokens / counted * setup.microbatch
 
     def _each(self, recompute: str, tokens: int, tp: int) -> float:
@@ -82,6 +83,14 @@ class FolderBlocks:
     def fused_attention(self) -> bool:
         """Whether attention keeps its scores on the chip."""
         return getattr(self._model.config, "_attn_implementation", "sdpa") != "eager"
+
+    @cached_property
+    def _is_linear(self) -> bool:
+        """Whether each token keeps as much, however many there are: not with scores, nor with keys that are chosen."""
+        if not self.fused_attention:
+            return False
+        half, whole = (self._each("none", tokens, 1) for tokens in (_LINEAR // 2, _LINEAR))
+        return whole < 2.02 * half
 
     @cached_property
     def _model(self) -> Any:
