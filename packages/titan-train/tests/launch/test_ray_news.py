@@ -2,15 +2,20 @@
 
 import contextlib
 import socket
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from titan_train.config import LaunchConfig
+from titan_train.config.launch import RayConfig
 from titan_train.launch.job import RankExit
 from titan_train.launch.place.ray import actor as agent_module
 from titan_train.launch.place.ray import calls as module
 from titan_train.launch.place.ray.calls import RayAgent, Watch, groups
 from titan_train.launch.place.ray.job import RayJob
+from titan_train.launch.place.ray.launcher import RayLauncher
 from titan_train.launch.place.ray.mailbox import Mailbox, News, NodeNews, alike, pack_beats, unpack_beats
 from titan_train.launch.place.ray.topology import order, selectors
 from titan_train.launch.rank.heartbeat import Beat, Phase
@@ -237,7 +242,7 @@ def test_an_agent_obeys_the_newest_supervisor_alone(monkeypatch):
     monkeypatch.setattr(agent_module, "_own_address", lambda: "127.0.0.1")
     monkeypatch.setattr(agent_module, "_interface_of", lambda _: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the agent takes away
-    agent = agent_module.NodeActor(".", {}, "", 1, outlives_driver=False)
+    agent = agent_module.NodeActor(".", {}, "", 1, idle_s=None)
     ended, orders = [], []
 
     class Running:
@@ -256,3 +261,32 @@ def test_an_agent_obeys_the_newest_supervisor_alone(monkeypatch):
     agent.order("STOP", "second")
     agent.end("second")
     assert (len(orders), len(ended)) == (1, 1)
+
+
+@pytest.mark.parametrize(("running", "limit_s"), [(True, 180.0), (False, 180.0 + 1800.0)])
+def test_an_agent_of_a_run_on_a_cluster_outlasts_the_waits_of_its_driver_between_attempts(
+    monkeypatch, running, limit_s
+):
+    asked, now = {}, [0.0]
+    made = SimpleNamespace(remote=lambda *_, **words: asked.update(words))
+    ray = SimpleNamespace(remote=lambda _: SimpleNamespace(options=lambda **_: made))
+    launcher = RayLauncher.__new__(RayLauncher)
+    launcher._ray, launcher._launch, launcher._per_node = ray, LaunchConfig(ray=RayConfig(wait_s=900)), 1
+    launcher.device, launcher._prefix, launcher._start_s = "cpu", "run/", 900.0
+    strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    for name in ("ray", "ray.util"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    launcher._start_agent("node")
+
+    def leave(_):
+        raise SystemExit
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: now.append(now.pop() + 30.0))
+    monkeypatch.setattr(agent_module, "time", clock)
+    monkeypatch.setattr(agent_module.os, "_exit", leave)
+    agent = agent_module.NodeActor.__new__(agent_module.NodeActor)
+    agent._heard, agent._running = 0.0, object() if running else None
+    with pytest.raises(SystemExit):
+        agent._end_with_the_driver(asked["idle_s"])
+    assert now == [limit_s]

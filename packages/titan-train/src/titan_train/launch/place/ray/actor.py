@@ -26,7 +26,7 @@ class NodeActor:
     """The ranks of one node, and the reports of the nodes that it leads. Ray calls its methods from several threads."""
 
     def __init__(
-        self, folder: str, environ: dict[str, str], code: str, threads_per_rank: int, *, outlives_driver: bool
+        self, folder: str, environ: dict[str, str], code: str, threads_per_rank: int, *, idle_s: float | None
     ) -> None:
         """Start the server that imports torch.
 
@@ -35,7 +35,8 @@ class NodeActor:
             environ: Environment variables the ranks shall have.
             code: Folders that the driver imports from (PYTHONPATH), used where they exist here.
             threads_per_rank: Processor threads of each rank.
-            outlives_driver: Nobody ends this actor when its driver is gone: it must notice by itself.
+            idle_s: How long its driver may be silent between attempts, when it waits for nodes, before this actor takes it for
+                gone and ends. None: Ray ends this actor with its driver.
         """
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own setting for this actor
         os.environ.update(environ)
@@ -51,8 +52,8 @@ class NodeActor:
         self._listener: socket.socket | None = None
         self._term = ""  # of the supervisor that this agent obeys
         self._heard = time.monotonic()
-        if outlives_driver:
-            threading.Thread(target=self._end_with_the_driver, name="orphan", daemon=True).start()
+        if idle_s is not None:
+            threading.Thread(target=self._end_with_the_driver, args=(idle_s,), name="orphan", daemon=True).start()
 
     def describe(self, token: str) -> dict[str, object]:
         """Address, id and versions of this node, and whether it sees the driver's file ``token``."""
@@ -130,10 +131,10 @@ class NodeActor:
     def _obeys(self, term: str) -> bool:
         return self._term in ("", term)
 
-    def _end_with_the_driver(self) -> None:
+    def _end_with_the_driver(self, idle_s: float) -> None:
         """Without a driver for minutes, let the ranks save and stop, as they do when the launcher is gone; then go."""
-        while time.monotonic() - self._heard < _ORPHAN_S:
-            time.sleep(1.0)
+        while time.monotonic() - self._heard < _ORPHAN_S + (idle_s if self._running is None else 0.0):
+            time.sleep(_LOOK_S)
         os._exit(0)
 
 

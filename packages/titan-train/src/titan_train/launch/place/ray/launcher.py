@@ -254,7 +254,9 @@ class RayLauncher(Launcher):
         agent = self._ray.remote(NodeActor).options(**options)
         code = os.environ.get("PYTHONPATH", "")
         environ = forwarded(self._launch)
-        return agent.remote(str(Path.cwd()), environ, code, threads, outlives_driver=bool(self._prefix))
+        # between attempts the supervisor reserves nodes and starts agents there, and asks no other agent meanwhile
+        idle_s = self._launch.ray.wait_s + self._start_s if self._prefix else None
+        return agent.remote(str(Path.cwd()), environ, code, threads, idle_s=idle_s)
 
     def _kill(self, handles: Sequence[Any]) -> None:
         """End actors; their ranks end with them."""
