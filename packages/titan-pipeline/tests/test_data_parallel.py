@@ -103,6 +103,9 @@ class CollectiveCounter(TorchDispatchMode):
 def wrap(stage, how, mesh):
     if how == "ddp":
         return DistributedDataParallel(stage, process_group=mesh["dp"].get_group())
+    if how == "ddp-unused":
+        stage.register_parameter("spare", nn.Parameter(torch.zeros(2, dtype=torch.float64)))
+        return DistributedDataParallel(stage, process_group=mesh["dp"].get_group(), find_unused_parameters=True)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if how == "fsdp-bf16" else MixedPrecisionPolicy()
     for layer in stage:
         if isinstance(layer, Block):
@@ -222,6 +225,25 @@ def test_tied_weights_of_wrapped_stages_get_the_sum_of_their_gradients(how):
     for grads in testing.run_ranks(_train_tied, 4, schedule.to_text(), how):
         for stage, by_name in grads.items():
             torch.testing.assert_close(by_name["0.weight" if stage == 0 else "2.weight"], total, rtol=0, atol=FLOAT64)
+
+
+def _train_unused(text):
+    executor, stages, replica = build(text, "ddp-unused")
+    for _ in range(2):  # the second shows that nothing of the first is left
+        for stage in stages:
+            stage.module.zero_grad()
+        executor.step(*batch(replica))
+    return {s.index: grads_of(s) for s in stages}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_ddp_that_finds_unused_parameters_reduces_the_others(name):
+    _, expected = reference(2)
+    for grads in testing.run_ranks(_train_unused, 4, build_schedule(name, 2, MICROBATCHES).to_text()):
+        for stage, by_name in grads.items():
+            assert by_name.pop("spare") is None
+            for parameter, grad in by_name.items():
+                torch.testing.assert_close(grad, expected[stage][parameter], rtol=0, atol=FLOAT64)
 
 
 class Breaking(nn.Module):

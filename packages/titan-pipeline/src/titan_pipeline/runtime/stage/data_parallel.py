@@ -107,10 +107,12 @@ class _Ddp(_Plain):
     def reduce(self) -> None:
         """Arm the reducer, then let zeros flow into every parameter: it reduces the sums as after a last backward."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
+        if self._module.find_unused_parameters:
+            parameters = [p for p in parameters if p.grad is not None] or parameters
         if not parameters:
             return
         reducer: Any = self._module.reducer
-        reducer.prepare_for_backward([])
+        reducer.prepare_for_backward([p.view_as(p) for p in parameters])  # where it looks for unused parameters
         torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
 
 
