@@ -88,6 +88,16 @@ def test_every_float8_layer_is_recorded_and_runs_its_hooks():
     assert casts.calls["swiglu_cast_block"] == ARGS.num_layers
 
 
+@pytest.mark.parametrize("register", ["register_forward_pre_hook", "register_full_backward_hook"])
+def test_hooks_before_forward_and_after_backward_run_too(register):
+    model, seen = make("blockwise"), set()
+    for name, module in model.named_modules():
+        if isinstance(module, titan_fp8.Float8Linear):
+            getattr(module, register)(lambda *_, name=name: seen.add(name))
+    loss_of(model).backward()
+    assert len(seen) == LINEARS
+
+
 def test_an_observed_gelu_layer_runs_its_hooks():
     layer, seen = titan_fp8.Float8Linear(128, 128), []
     gelu, x = GeluFloat8Input(), torch.randn(4, 128)

@@ -39,7 +39,24 @@ _Recipe = titan_fp8.Recipe
 
 def _observed(*linears: nn.Module) -> bool:
     """Whether something looks at what goes through one of the linears, so that each must be called as a module."""
-    return any(linear._forward_hooks for linear in linears)
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in linears)
+
+
+def run_forward_hooks(linears: Sequence[nn.Module], x: Tensor, outs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs as the linears' forward hooks leave them, for linears that are not called as modules."""
+    seen = list(outs)
+    for i, linear in enumerate(linears):
+        for number, hook in linear._forward_hooks.items():
+            keywords = ({},) if number in linear._forward_hooks_with_kwargs else ()
+            changed = hook(linear, (x,), *keywords, seen[i])
+            seen[i] = seen[i] if changed is None else changed
+    return tuple(seen)
+
+
+def _shares_amax(layer: titan_fp8.Float8Linear) -> bool:
+    """Whether ranks meet inside the layer to find a scale."""
+    recipe = layer.recipe
+    return layer.amax_group is not None and "tensor" in (recipe.x.gran, recipe.w.gran, recipe.g.gran)
 
 
 def _fuses(x: Tensor) -> bool:
@@ -122,13 +139,17 @@ class CastingModulatedNorm(ModulatedNorm):
 
 
 class SharedFloat8Input(SharedInput):
-    """Linears of one input that is cast once."""
+    """Linears of one input that is cast once.
+
+    Linears with hooks run one by one, as modules. Not where ranks meet inside: hooks that one rank has alone must not change
+    how often. Forward hooks see the outputs there, others do not run.
+    """
 
     def forward(self, x: Tensor | NormedInput | LayerNormedInput, *linears: nn.Module) -> tuple[Tensor, ...]:
-        """As `SharedInput`; linears that are not all float8 of one recipe, or have forward hooks, run one by one."""
+        """As `SharedInput`; linears that are not all float8 of one recipe run one by one too."""
         layers = [linear for linear in linears if isinstance(linear, titan_fp8.Float8Linear)]
         alike = len(layers) == len(linears) and all(layer.recipe == layers[0].recipe for layer in layers)
-        if not alike or _observed(*linears):
+        if not alike or (_observed(*linears) and not _shares_amax(layers[0])):
             return super().forward(x if isinstance(x, Tensor) else x.compute(), *linears)
         first = layers[0]
         weights = [layer.weight for layer in layers]
@@ -138,7 +159,8 @@ class SharedFloat8Input(SharedInput):
             if first.amax_group is None:
                 return x.linears(weights, biases, first.recipe, caches)
             x = x.compute()
-        return titan_fp8.linears(x, weights, biases, first.recipe, caches=caches, amax_group=first.amax_group)
+        outs = titan_fp8.linears(x, weights, biases, first.recipe, caches=caches, amax_group=first.amax_group)
+        return run_forward_hooks(linears, x, outs)
 
 
 class GatedFloat8Input(GatedInput):

@@ -1,10 +1,12 @@
 """Regions of float8 linears send float8, and compute the bits of casting after the gather."""
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import titan_fp8
 import torch
 import torch.distributed as dist
 from titan_pipeline.runtime import WeightGradEngine
@@ -202,3 +204,22 @@ def test_it_composes_with(how):
     for gathering, error in run_ranks(composed, 2, how, timeout_s=350 if how == "compile" else 90):
         assert gathering == GATHERING
         assert error <= tolerance
+
+
+def recorded_by_rank_0(recipe: str, gathers: bool) -> tuple[int, int]:
+    """The float8 layers, and those that statistics which rank 0 alone takes say all about."""
+    model, cuts = cut_model(recipe, float8_gather=gathers)
+    want = loss_of(model, cuts, 256).item()
+    with titan_fp8.record_stats(model) if dist.get_rank() == 0 else contextlib.nullcontext({}) as found:
+        loss = loss_of(model, cuts, 256)
+        loss.backward()
+    assert loss.item() == want
+    layers = sum(isinstance(module, titan_fp8.Float8Linear) for module in model.modules())
+    return layers, sum(entry.keys() == {"input", "weight", "grad"} for entry in found.values())
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_statistics_of_one_rank_tell_of_every_layer_and_change_nothing(recipe, gathers):
+    layers, recorded = run_ranks(recorded_by_rank_0, 2, recipe, gathers, timeout_s=60)[0]
+    assert recorded == layers == 7 * ARGS.num_layers

@@ -25,7 +25,7 @@ from titan_fsdp import clean_fqn
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.parallel.float8 import LayerNormedInput, NormedInput, SharedFloat8Input
+from titan_train.parallel.float8 import LayerNormedInput, NormedInput, SharedFloat8Input, run_forward_hooks
 from titan_train.parallel.tensor.boundaries import enter
 from titan_train.parallel.tensor.plan import PlannedModule
 
@@ -33,7 +33,7 @@ _BLOCK_TOKENS = 128
 
 
 class GatherFloat8Linears(SharedFloat8Input):
-    """Linears of one input that is cast, then gathered."""
+    """Linears of one input that is cast, then gathered. Forward hooks are given this rank's tokens as the input."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Gather over ``group``."""
@@ -48,7 +48,8 @@ class GatherFloat8Linears(SharedFloat8Input):
         recipe = layers[0].recipe
         if recipe.x.gran != "tensor" and x.shape[-2] % _BLOCK_TOKENS:
             return super().forward(enter(x, self._group, sequence_parallel=True), *linears)
-        return titan_fp8.all_gather_linears(x, [layer.weight for layer in layers], recipe, group=self._group)
+        outs = titan_fp8.all_gather_linears(x, [layer.weight for layer in layers], recipe, group=self._group)
+        return run_forward_hooks(linears, x, outs)
 
 
 def can_gather_float8(recipe: titan_fp8.Recipe) -> bool:
