@@ -76,6 +76,8 @@ REFUSALS = (
     Refusal("a CUDA graph of recomputed blocks",
             {"compile": {"cudagraphs": True}, "activations": {"checkpoint": "full"}}, ranks=1),
     Refusal("a CUDA graph of experts", {"compile": {"cudagraphs": True}}, ranks=1, base=_MOE),
+    Refusal("what float8 layers of compiled blocks lose, recorded",
+            {"metrics": {"activations_every": 10}, "float8": {"recipe": "blockwise"}, "compile": {"enabled": True}}, ranks=1),
     Refusal("offloaded activations of compiled blocks", {"activations": {"offload": True}, "compile": {"enabled": True}}),
     Refusal("a memory budget without compilation", {"activations": {"checkpoint": "budget"}}),
     Refusal("float8 all-gather of scales that span ranks", {"float8": {"recipe": "rowwise", "all_gather": "on"}}),

@@ -14,7 +14,7 @@ from titan_train.models.call import active_dropout
 from titan_train.models.common.mtp import mtp_of
 from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import check_activations
-from titan_train.parallel.compiled import check_backend, check_cudagraphs
+from titan_train.parallel.compiled import check_backend, check_cudagraphs, check_recorded
 from titan_train.parallel.context_checks import check_context_parallel
 from titan_train.parallel.data_parallel import check_wrapping
 from titan_train.parallel.expert.apply import check_expert_parallel
@@ -60,6 +60,7 @@ def check_model(
     check_float8(config, model)
     config = meaning_all_copies(config, model)
     check_backend(config.compile.backend)
+    check_recorded(config)
     check_cudagraphs(config, layout, model)
     check_activations(config, model)
     check_wrapping(config, layout, model)

@@ -42,6 +42,21 @@ def check_backend(backend: str) -> None:
         )
 
 
+def check_recorded(config: Config) -> None:
+    """Refuse to look into float8 layers of compiled blocks.
+
+    Raises:
+        ValueError: The three settings are on together.
+    """
+    every = config.metrics.activations_every
+    if config.compile.enabled and every and config.float8.recipe != "none":
+        raise ValueError(
+            f"metrics.activations_every={every} with float8.recipe={config.float8.recipe!r} and compile.enabled=true: what float8 "
+            "layers lose is judged on the host, which compiled blocks cannot wait for. Set metrics.activations_every=0, or "
+            "compile.enabled=false."
+        )
+
+
 def check_cudagraphs(config: Config, layout: Layout, model: nn.Module) -> None:
     """Refuse ``compile.cudagraphs`` where the step could not be captured, or its replay would leave something out.
 
