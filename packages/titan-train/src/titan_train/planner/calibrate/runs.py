@@ -151,6 +151,6 @@ def load_constants(path: str | Path) -> Constants:
         if not isinstance(value, wanted) or (isinstance(value, float) and not math.isfinite(value)):
             raise ValueError(f"{path}: {name} = {value!r} is not a {'text' if name == 'source' else 'finite number'}.")
         least, most = 1e-9 if name in _RATES else 0.0, _MOST_SPREAD if name == "spread" else 1e9
-        if name != "source" and not least <= value <= most:
+        if isinstance(value, int | float) and not least <= value <= most:
             raise ValueError(f"{path}: {name} = {value!r} must be a number from {least:g} to {most:g}.")
     return Constants(**table)
