@@ -149,6 +149,11 @@ def test_a_run_leaves_checkpoint_report_and_metrics_and_says_what_to_do_next(fol
     assert "changed  train.steps: 12 -> 14" in longer.stdout
     assert "resumed from step 12" in longer.stdout
 
+    refused = run(folder, "run", "tiny.toml", "--checkpoint.resume", "never")
+    assert refused.returncode
+    assert "checkpoint.resume='never', but runs/tiny holds a checkpoint of step 14" in refused.stderr
+    assert not refused.stdout, "no rank was started"
+
 
 def test_the_last_hint_fits_the_run():
     from titan_train.cli.run import _first_words

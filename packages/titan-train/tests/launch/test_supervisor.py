@@ -63,6 +63,14 @@ def test_a_loss_that_is_not_a_number_is_skipped_once(job):
     assert [event["step"] for event in job.records("nan", "event") if event["event"] == "nonfinite"] == [7]
 
 
+def test_a_run_that_resumes_no_other_run_restarts_from_its_own_checkpoint(job, undisturbed):
+    words = ["--checkpoint.resume", "never"]
+    code, told = job.supervise("never", *words, "--launch.faults", "kill rank=1 step=6")
+    assert code == 0, told
+    assert job.losses("never") == undisturbed
+    assert [attempt["from_step"] for attempt in job.attempts("never")] == [0, 4]
+
+
 def test_four_ranks_go_on_as_three_and_grow_back_without_losing_a_document(job, monkeypatch):
     metrics = job.folder / "runs" / "elastic" / "metrics.jsonl"
 

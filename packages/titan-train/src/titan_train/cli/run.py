@@ -45,6 +45,7 @@ from titan_train.run_folder import (
     Lease,
     LeaseLostError,
     changes,
+    check_unused,
     discard,
     newest_checkpoint,
     run_folder,
@@ -135,6 +136,8 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_
 
     if config.launch.launcher == "machines" and config.launch.node_rank > 0:
         return _follow(config, per_node)
+    if kept != "again":
+        check_unused(config, run_dir)
     if config.launch.launcher == "ray" and config.launch.ray.on_cluster and not kept:
         _refuse_rewind(resume_step, "a Ray cluster")
         from titan_train.launch.place.ray.driver import run_under_driver

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from titan_train.run_folder.record import take_effect
     from titan_train.run_folder.rewind import check_rewind, stage_rewind, staged_rewind
     from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
-    from titan_train.run_folder.starts import BEST, find_start, resolve_starts
+    from titan_train.run_folder.starts import BEST, check_unused, find_start, resolve_starts
 
 __all__ = [
     "BEST",
@@ -54,6 +54,7 @@ __all__ = [
     "changes",
     "check_rewind",
     "check_run_folder",
+    "check_unused",
     "check_writable",
     "checkpoint_folders",
     "commit",

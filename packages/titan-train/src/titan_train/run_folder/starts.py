@@ -46,6 +46,20 @@ def resolve_starts(config: Config, run_dir: Path | None = None) -> Config:
     return config
 
 
+def check_unused(config: Config, run_dir: Path) -> None:
+    """Refuse to resume where ``checkpoint.resume`` is "never". What a launcher starts again goes on from its own checkpoints.
+
+    Raises:
+        ValueError: The run's folder holds a checkpoint.
+    """
+    found = newest_checkpoint(run_dir) if config.checkpoint.resume == "never" else None
+    if found is not None:
+        raise ValueError(
+            f"checkpoint.resume='never', but {run_dir} holds a checkpoint of step {found}. Choose another run.name, or set "
+            "checkpoint.resume to 'auto'."
+        )
+
+
 def find_start(start: str, setting: str) -> tuple[Path, int]:
     """The run's folder and the step that a starting point means.
 

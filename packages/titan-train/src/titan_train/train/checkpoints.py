@@ -71,14 +71,9 @@ class Checkpoints:
         Where the run has none, that of ``checkpoint.start_from``; 0 without: then the weights of ``model.init``, if any.
 
         Raises:
-            ValueError: There is one, and ``checkpoint.resume`` is "never"; none is intact; or it is of another optimizer.
+            ValueError: None is intact, or it is of another optimizer.
         """
         found = self.checkpointer.latest()
-        if found is not None and self._run.config.checkpoint.resume == "never":
-            raise ValueError(
-                f"checkpoint.resume='never', but {self._run.run_dir} holds a checkpoint of step {found}. "
-                "Choose another run.name, or set checkpoint.resume to 'auto'."
-            )
         asked = staged_rewind(staged_folder(self._run.run_dir))
         try:
             with self._dtypes_by_name(self.checkpointer, asked or found):

@@ -23,7 +23,14 @@ from titan_train.parallel.describe import describe_layout, describe_options
 from titan_train.parallel.layout.degrees import explain_mode
 from titan_train.parallel.layout.run import RunPlan, plan_run
 from titan_train.parallel.qk_clip import QKClip, layer_of
-from titan_train.run_folder import keep_model, resolve_starts, run_folder, take_effect, with_kept_model
+from titan_train.run_folder import (
+    check_unused,
+    keep_model,
+    resolve_starts,
+    run_folder,
+    take_effect,
+    with_kept_model,
+)
 from titan_train.task import Task, TaskInputs, load_task
 from titan_train.train.best import BestValidation, check_measured
 from titan_train.train.checkpoints import Checkpoints
@@ -84,6 +91,8 @@ class Trainer(TrainingLoop):
             ValueError: The configuration does not fit the ranks, or the checkpoint was made with other data.
         """
         self.run_dir = Path(run_dir) if run_dir is not None else run_folder(config)
+        if monitor is None:  # a launcher's command has looked, and its restarts resume
+            check_unused(config, self.run_dir)
         self._as_given = resolve_starts(config, self.run_dir)
         self.config = config = with_kept_model(self._as_given, self.run_dir)
         self.task = task or load_task(config)
