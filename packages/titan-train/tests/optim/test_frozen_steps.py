@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from titan_ckpt import Checkpointer, TrainState
 from titan_train.config import OptimizerConfig, ScheduleConfig
 from titan_train.optim.build import build_optimizer
 from titan_train.optim.schedule import build_scheduler, drop_frozen_gradients
@@ -15,10 +16,10 @@ class Seeing(nn.Module):
         self.layers = nn.Linear(3, 3)
 
 
-def made(frozen):
+def made(frozen, **settings):
     torch.manual_seed(0)
     model = Seeing()
-    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, frozen_steps=frozen))
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, frozen_steps=frozen, **settings))
     return model, optimizer, build_scheduler(optimizer, ScheduleConfig(name="constant", warmup_steps=0), 10)
 
 
@@ -56,6 +57,20 @@ def test_a_resume_knows_how_long_parameters_stay_frozen():
     rest = train(again, restored, schedule, 3)
     for found, expected in zip(rest, whole[1:], strict=True):
         assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_cautious_weight_decay_may_be_switched_on_while_parameters_are_frozen(tmp_path):
+    def state(model, optimizer, scheduler):
+        return TrainState(model=model, optim=optimizer, sched=scheduler, own_settings=True, rng=False)
+
+    before, again = made({"layers": 2}), made({"layers": 2}, cautious=True)
+    train(*before, 1)
+    with Checkpointer(tmp_path) as saved:
+        saved.save(1, state(*before))
+        saved.restore(state(*again), 1)
+    second, third = train(*again, 2)
+    assert not torch.equal(third["layers.weight"], second["layers.weight"])
+    assert again[1].state[again[0].layers.weight]["step"] == 1
 
 
 def test_without_frozen_steps_the_groups_are_as_they_were():

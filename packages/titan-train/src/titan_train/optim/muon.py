@@ -83,6 +83,10 @@ class Muon(torch.optim.Optimizer):
         for param_group in self.param_groups:
             if param_group["kind"] == "adamw":
                 others.append(param_group)
+                for parameter in param_group["params"]:
+                    # resumed from torch's AdamW, which has no state of what it did not train yet
+                    if parameter.grad is not None and "exp_avg" not in self.state[parameter]:
+                        self.state[parameter] |= self._new_state(parameter, param_group)
             else:
                 settings |= dict.fromkeys(param_group["params"], param_group)
         # what hides the first message up and the last one down, beside which no bucket is computed
