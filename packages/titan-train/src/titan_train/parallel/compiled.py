@@ -51,9 +51,9 @@ def check_recorded(config: Config) -> None:
     every = config.metrics.activations_every
     if config.compile.enabled and every and config.float8.recipe != "none":
         raise ValueError(
-            f"metrics.activations_every={every} with float8.recipe={config.float8.recipe!r} and compile.enabled=true: what float8 "
-            "layers lose is judged on the host, which compiled blocks cannot wait for. Set metrics.activations_every=0, or "
-            "compile.enabled=false."
+            f"metrics.activations_every={every} with float8.recipe={config.float8.recipe!r} and compile.enabled=true: what "
+            "float8 layers lose is judged on the host, which compiled blocks cannot wait for. Set metrics.activations_every=0, "
+            "or compile.enabled=false."
         )
 
 
