@@ -94,11 +94,17 @@ def run_each(folder, trees):
     return [hf_runs.run(folder, f"compressed{i}", tree) for i, tree in enumerate(trees)]
 
 
-def test_gradients_are_compressed_where_some_parameters_have_none(folder, single):
-    kinds = ("deepseek_v32", "qwen3")  # an indexer without gradient; a tied head
-    compressed = {"parallel": {"mode": "ddp", "compress": "bf16"}}
+@pytest.mark.parametrize(
+    ("kinds", "ranks", "layout"),
+    [
+        (("deepseek_v32", "qwen3"), 2, {}),  # an indexer without gradient; a tied head
+        (("llama", "qwen3"), 4, {"pp": 2}),
+    ],
+)
+def test_gradients_are_compressed_where_some_parameters_have_none(folder, single, kinds, ranks, layout):
+    compressed = {"parallel": {"mode": "ddp", "compress": "bf16"} | layout, "pipeline": {"schedule": "1f1b"}}
     trees = [hf_runs.sections(hf_runs.publish(folder, kind), compressed) for kind in kinds]
-    for number, results in enumerate(zip(*run_ranks(run_each, 2, folder, trees, timeout_s=240), strict=True)):
+    for number, results in enumerate(zip(*run_ranks(run_each, ranks, folder, trees, timeout_s=240), strict=True)):
         errors, weights = hf_runs.errors(single(kinds[number], False, True), list(results))
         assert errors.ranks_agree
         assert errors.gradient <= 2**-7  # bf16 keeps 8 bits, and two ranks' are added

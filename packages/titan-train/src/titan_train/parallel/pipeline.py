@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from titan_fsdp import clean_fqn
+from titan_fsdp import named_parameters
 from titan_mesh import Mesh
 from titan_pipeline import Action, Kind, Schedule
 from titan_pipeline.runtime import (
@@ -123,7 +123,13 @@ class Pipeline:
         ]
         self._keywords, self._schedule_for = keywords, schedule_for
         wrapped = {  # each stage's parameters, by clean name, as its wrapper names them
-            stage.index: {clean_fqn(name): name for name, _ in stage.module.named_parameters(remove_duplicate=False)}
+            stage.index: dict(
+                zip(
+                    (name for name, _ in named_parameters(stage.module, duplicates=True)),
+                    (name for name, _ in stage.module.named_parameters(remove_duplicate=False)),
+                    strict=True,
+                )
+            )
             for stage in stages
         }
         filled = next((part for part in parts if next(part.parameters(), None) is not None), None)
