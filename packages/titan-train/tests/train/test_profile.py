@@ -161,3 +161,12 @@ def test_the_names_of_torchs_fsdp_become_the_fields():
 def test_a_malformed_range_is_refused(steps):
     with pytest.raises(ValueError, match=r"profile\.steps"):
         ProfileConfig(steps=steps)
+
+
+def test_a_run_that_ends_within_the_steps_to_trace_has_a_trace_up_to_its_end(tmp_path):
+    write_text(tmp_path)
+    config = tiny_run(tmp_path, "short", train={"steps": 3, "global_batch": 4}, profile={"steps": "2:9"})
+    with Trainer(config) as trainer:
+        trainer.fit()
+    with gzip.open(trace_file(trainer.run_dir, 0), "rt") as file:
+        assert json.load(file)["titan"]["steps"] == [2, 3]

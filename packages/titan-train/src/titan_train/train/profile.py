@@ -6,10 +6,12 @@ While the steps run, torch's profiler records what each thread does, and blocks 
 One clock: machines' clocks differ, so the ranks compare theirs before the steps, see `timing.clocks`.
 """
 
+import contextlib
 import gzip
 import json
 import platform
 import re
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -45,6 +47,13 @@ class StepProfile(Observer):
         self._offset_s = 0.0
         self._from = 0
 
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        """Write what was traced, if the steps end before the last one to trace."""
+        yield
+        if self._profiler is not None and self.run.step >= self._from:
+            self._write(self.run.step)
+
     def on_step_start(self, step: int) -> None:
         """Start, if ``step`` is the first to trace. Collective then."""
         if self._profiler is not None or not self._first <= step <= self._last:
@@ -60,8 +69,10 @@ class StepProfile(Observer):
 
     def on_step(self, info: StepInfo) -> None:
         """Stop and write this rank's file, if the step was the last to trace."""
-        if self._profiler is None or info.step < self._last:
-            return
+        if self._profiler is not None and info.step >= self._last:
+            self._write(info.step)
+
+    def _write(self, step: int) -> None:
         profiler, self._profiler = self._profiler, None
         window = self._measure.timer.take()
         self._measure.meter.label = None
@@ -76,7 +87,7 @@ class StepProfile(Observer):
         raw.unlink()
         about = {
             "rank": rank,
-            "steps": [self._from, info.step],
+            "steps": [self._from, step],
             "host": platform.node(),
             "offset_s": self._offset_s,
             "row": place.row(window, self._measure.work),
