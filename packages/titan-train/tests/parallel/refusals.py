@@ -81,6 +81,8 @@ REFUSALS = (
     Refusal("offloaded activations of compiled blocks", {"activations": {"offload": True}, "compile": {"enabled": True}}),
     Refusal("a memory budget without compilation", {"activations": {"checkpoint": "budget"}}),
     Refusal("float8 all-gather of scales that span ranks", {"float8": {"recipe": "rowwise", "all_gather": "on"}}),
+    Refusal("float8 all-gather of weights that stay sharded over some ranks",
+            {"float8": {"recipe": "blockwise", "all_gather": "on"}, "parallel": {"reshard": 2}}),
     Refusal("float8 tokens gathered with scales that span ranks",
             {"parallel": {"tp": 2}, "float8": {"recipe": "mxfp8", "tp_gather": "on"}}),
 )  # fmt: skip

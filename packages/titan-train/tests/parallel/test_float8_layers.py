@@ -3,18 +3,21 @@
 import contextlib
 import copy
 import functools
+import json
+import re
+from pathlib import Path
 
 import pytest
 import titan_fp8
 import torch
 from float8_casts import Casts
 from titan_pipeline.runtime import TorchStage, WeightGradEngine
-from titan_train.config import ActivationsConfig, Float8Config, ModelConfig
+from titan_train.config import ActivationsConfig, Float8Config, ModelConfig, load_config
 from titan_train.models import DeepSeek, DeepSeekArgs, Llama, LlamaArgs, Qwen3, Qwen3Args, build_model
 from titan_train.models.common.moe.experts import Experts
 from titan_train.models.common.shared_input import GatedInput
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
-from titan_train.parallel.float8 import DEFERRING_RULES, GeluFloat8Input, convert_to_float8
+from titan_train.parallel.float8 import DEFERRING_RULES, GeluFloat8Input, convert_to_float8, gathers_float8_weights
 from titan_train.parallel.head_loss import fuse_head_loss
 
 ARGS = LlamaArgs(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, vocab_size=64)
@@ -283,3 +286,15 @@ def test_skip_keeps_experts_out_of_float8_too():
     names = [name for name, module in model.named_modules() if isinstance(module, titan_fp8.Float8GroupedMM)]
     assert names
     assert not any(name.startswith("layers.0.") for name in names)
+
+
+@pytest.mark.parametrize("parallel", [{"reshard": 2}, {"reshard_overrides": {"layers.0": 2}}])
+def test_weights_that_stay_sharded_over_some_ranks_are_gathered_in_high_precision(parallel):
+    assert gathers_float8_weights(load_config("debug", float8={"recipe": "blockwise"}))
+    assert not gathers_float8_weights(load_config("debug", float8={"recipe": "blockwise"}, parallel=parallel))
+
+
+def test_the_patterns_of_the_guide_keep_the_head_in_high_precision():
+    guide = (Path(__file__).parents[4] / "docs/guides/float8.md").read_text(encoding="utf-8")
+    (patterns,) = re.findall(r"--float8\.skip '(\[.*?\])'", guide)
+    assert titan_fp8.matching_pattern("lm_head", json.loads(patterns))

@@ -57,7 +57,7 @@ class Float8Config:
     """Convert only layers whose expected GPU speed-up is at least this; 0 converts every supported layer."""
 
     all_gather: Literal["auto", "on", "off"] = "auto"
-    """Gather sharded weights in float8; auto does so if the recipe supports it."""
+    """Gather sharded weights in float8; auto does so if the recipe and parallel.reshard support it."""
 
     tp_gather: Literal["auto", "on", "off"] = "auto"
     """Gather the tokens of sequence parallelism in float8 (recipes blockwise and tensorwise); auto does where every bit

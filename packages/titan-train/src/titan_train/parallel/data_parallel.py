@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.traits import traits_of
+from titan_train.parallel.float8 import gathers_float8_weights
 from titan_train.parallel.layout.degrees import Mode, resolve_mode, wrapped_over
 
 
@@ -92,7 +93,7 @@ def apply_data_parallel(
         return plan.apply(part), plan
     experts = [stack.fqn for stack in expert_stacks(part)] if layout.spec.ep > 1 else []
     meshes = {"experts": mesh.fsdp_mesh(experts=True)} if experts else None
-    if config.float8.recipe != "none" and config.float8.all_gather != "off":
+    if gathers_float8_weights(config):
         titan_fp8.apply_float8_all_gather(part)
     named = traits_of(part).fsdp_units
     whole = [name for name in named if getattr(part, name, None) is not None]  # a pipeline stage may lack it

@@ -328,6 +328,25 @@ def check_float8(config: Config, model: nn.Module) -> None:
             f"float8.all_gather='on' and float8.recipe={recipe!r}: a scale of this recipe spans the shards of several "
             "ranks. Use recipe 'blockwise' or 'tensorwise', or all_gather='auto'."
         )
+    if recipe != "none" and config.float8.all_gather == "on" and _reshards_to_some(config):
+        raise ValueError(
+            f"float8.all_gather='on', and parallel.reshard={config.parallel.reshard!r} or an override of it keeps weights "
+            "sharded over some of the ranks: torch cannot do that to weights that are gathered in float8. Use "
+            "all_gather='auto', or 'always' in place of the number."
+        )
+
+
+def gathers_float8_weights(config: Config) -> bool:
+    """Whether FSDP gathers in float8 what it can: as configured, and by itself unless weights stay sharded over some ranks."""
+    float8 = config.float8
+    if float8.recipe == "none" or float8.all_gather == "off":
+        return False
+    return float8.all_gather == "on" or not _reshards_to_some(config)
+
+
+def _reshards_to_some(config: Config) -> bool:
+    parallel = config.parallel
+    return any(isinstance(to, int) for to in (parallel.reshard, *parallel.reshard_overrides.values()))
 
 
 def check_skip(model: nn.Module, config: Float8Config) -> None:
