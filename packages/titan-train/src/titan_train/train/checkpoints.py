@@ -87,8 +87,7 @@ class Checkpoints:
             ) from None
         if step and not self._own_optimizer:
             check_restored(self._run.optimizer, self._run.config.optimizer.name)
-            if not self._run.config.average.ema_decay:
-                forget_ema(self._run.optimizer)
+        self._drop_average()
         if not step and self._run.config.model.init:
             self._load_init()
         return step
@@ -123,7 +122,14 @@ class Checkpoints:
         saved = [other for other in self._saved() if other <= step]
         if not saved:
             return None
-        return self.checkpointer.restore(dataclasses.replace(self._state(), data=None), max(saved), fallback=True)
+        found = self.checkpointer.restore(dataclasses.replace(self._state(), data=None), max(saved), fallback=True)
+        self._drop_average()
+        return found
+
+    def _drop_average(self) -> None:
+        """Drop a restored moving average, if the run keeps none any more. An optimizer of the user's own may mean another."""
+        if not (self._own_optimizer or self._run.config.average.ema_decay):
+            forget_ema(self._run.optimizer)
 
     @contextlib.contextmanager
     def averaged(self) -> Generator[None]:
