@@ -285,3 +285,16 @@ def test_a_method_that_leaves_part_of_a_parameter_unset_is_named() -> None:
 def test_materializing_on_meta_is_refused() -> None:
     with pytest.raises(ValueError, match="would allocate nothing"):
         materialize(TinyLM(), "meta", fill)
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": 7, "seen": [1]}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_extra_state_that_is_no_tensor_is_part_of_the_full_state() -> None:
+    state = full_state_dict(WithExtra(2, 2))
+    assert state["_extra_state"] == {"count": 7, "seen": [1]}

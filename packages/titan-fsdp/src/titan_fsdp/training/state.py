@@ -1,7 +1,9 @@
 """State in and out of a wrapped model, under the names of the plain one; and evaluation."""
 
+import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +21,10 @@ def reshard(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module, rank0: bool = True) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, rank0: bool = True) -> dict[str, Any]:
     """The model's full state on the CPU, keyed as the plain model's, gathered one tensor at a time.
+
+    Extra state (``get_extra_state``) that is no tensor is copied as it is.
 
     Args:
         model: Wrapped or plain. All ranks that hold part of it must call.
@@ -28,11 +32,12 @@ def full_state_dict(model: nn.Module, rank0: bool = True) -> dict[str, Tensor]:
     """
     reshard(model)
     wanted = not rank0 or not dist.is_initialized() or dist.get_rank() == 0
-    result: dict[str, Tensor] = {}
-    for name, tensor in unwrap(model).state_dict().items():
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    result: dict[str, Any] = {}
+    for name, value in unwrap(model).state_dict().items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
         if wanted:
-            result[clean_fqn(name)] = full.detach().to("cpu", copy=True)
+            is_tensor = isinstance(full, Tensor)
+            result[clean_fqn(name)] = full.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(full)
     return result
 
 
