@@ -28,7 +28,11 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     )
     parser.add_argument("--batch-size", type=integer(1), default=8, metavar="N", help="rows of a forward; default 8")
     parser.add_argument(
-        "--max-length", type=integer(2), default=None, metavar="N", help="tokens read at once; default: as trained"
+        "--max-length",
+        type=integer(2),
+        default=None,
+        metavar="N",
+        help="tokens read at once; default: as a run was trained, or as an exported folder says",
     )
     parser.add_argument("--step", type=integer(0), default=None, help="checkpoint of a run (default: the newest)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write all results there")
