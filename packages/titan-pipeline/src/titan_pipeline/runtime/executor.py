@@ -6,7 +6,7 @@ the two lies only this loop, at a few microseconds an action.
 
 Failure: a rank that raises announces a `PeerFailure` to the ranks that still wait for it. They stop at their next action, and
 all ranks meet at the end of the step, where each learns who failed first. The failing rank raises its own error, the others
-`PipelineAborted` with the rank, action and error of the first. `reset` makes the next step possible.
+`PipelineAborted` with the rank, action and error of the first. `reset` and ``zero_grad`` make the next step possible.
 
 Loss: stages return sums over tokens; the step divides by the number of tokens of *all* microbatches, so uneven and
 ragged microbatches weigh what they should.
@@ -254,7 +254,9 @@ class Executor:
         return Measurement(compute, slots)
 
     def reset(self) -> None:
-        """Forget a step that failed. Call on every rank.
+        """Forget a step that failed. Call on every rank, and ``zero_grad`` before the next step.
+
+        Parameters may still hold gradients of the microbatches that ran before the failure.
 
         Raises:
             RuntimeError: A rank hangs, so that the ranks cannot meet any more.
