@@ -145,6 +145,24 @@ def test_tensors_of_every_kind_cross_a_socket():
     testing.run_ranks(_tensors, 2)
 
 
+def _many():
+    """A message of as many tensors as a stage may return, then one of another shape."""
+    transport, keys = host_transport(), [(0, 1, 0), (0, 1, 1)]
+    transport.begin({0: keys} if transport.rank else {}, {} if transport.rank else {1: 2})
+    got = []
+    for key, count in zip(keys, (700, 2), strict=True):
+        if transport.rank == 0:
+            transport.send(1, key, tuple(torch.full((2,), float(n)) for n in range(count)))
+        else:
+            got.append([t.tolist() for t in transport.receive(0, key)])
+    assert transport.close_step(None, ())[0] is None
+    return got
+
+
+def test_messages_of_more_pieces_than_one_write_takes_cross_a_socket():
+    assert testing.run_ranks(_many, 2)[1] == [[[float(n)] * 2 for n in range(count)] for count in (700, 2)]
+
+
 def test_one_rank_alone_needs_no_socket():
     (kind,) = testing.run_ranks(_alone, 1)
     assert kind == GlooTransport.__name__

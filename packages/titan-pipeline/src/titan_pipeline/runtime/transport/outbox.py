@@ -14,6 +14,8 @@ from typing import Any
 
 _MOST_SHAPES = 4096
 """Kinds of message that a channel remembers; those after them are described each time."""
+_MOST_PIECES = 1024
+"""Pieces of memory that the kernel takes in one call (IOV_MAX of Linux and macOS)."""
 _PATIENCE_S = 5.0
 """For a rank that takes nothing any more, when this one ends."""
 
@@ -105,6 +107,6 @@ class Outbox:
 def _write(to: socket.socket, parts: Sequence[Any]) -> int:
     """Bytes that the kernel took."""
     try:
-        return to.sendmsg(parts)
+        return to.sendmsg(parts[:_MOST_PIECES])
     except BlockingIOError:
         return 0
