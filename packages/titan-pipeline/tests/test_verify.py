@@ -326,3 +326,11 @@ def test_a_memory_limit_names_the_first_action_that_breaks_it():
         verify(build_schedule("gpipe", 2, 6), mem_limit=4)
     assert (caught.value.code, str(caught.value.action)) == ("memory", "0F4")
     verify(build_schedule("gpipe", 2, 6), mem_limit=[6, 6])
+
+
+@pytest.mark.parametrize(("program", "needed"), [("0F0 0B0", "1I0"), ("0F0 0W0", "0I0")])
+def test_a_backward_in_an_evaluation_that_lacks_what_it_needs_is_named(program, needed):
+    ranks = tuple(tuple(map(Action.parse, text.split())) for text in (program, "1F0"))
+    with pytest.raises(ScheduleError, match=f"needs {needed}") as caught:
+        verify(Schedule("part of its backwards", 1, (0, 1), ranks), forward_only=True)
+    assert (caught.value.code, str(caught.value.action)) == ("missing", program.split()[1])

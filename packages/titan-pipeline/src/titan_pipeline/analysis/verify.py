@@ -239,7 +239,7 @@ def _check_acyclic(
                 edge((rank, index - 1), at)
             if action.kind in COMPUTE:
                 for options in producers(action, schedule.num_stages):
-                    source = next(where[a] for a in options if a in where)
+                    source = _source_of(schedule, where, options, at)
                     if explicit and source[0] != rank:
                         source = _receive_of(schedule, where, source, at)
                         source = source if rendezvous else match[source]
@@ -264,6 +264,20 @@ def _check_acyclic(
             f"these actions wait for each other ({transport} transport). Move one of them behind what it waits for.",
             rank=rank, index=index, action=action, cycle=named,
         )  # fmt: skip
+
+
+def _source_of(
+    schedule: Schedule, where: dict[Action, tuple[int, int]], options: Sequence[Action], at: tuple[int, int]
+) -> tuple[int, int]:
+    """Position of the one of ``options`` that runs, whose result the action at ``at`` needs."""
+    source = next((where[a] for a in options if a in where), None)
+    if source is None:  # in an evaluation, which may lack any backward
+        raise ScheduleError(
+            "missing",
+            f"it needs {options[0]}, which never runs. Add that, or remove this action.",
+            rank=at[0], index=at[1], action=schedule.ranks[at[0]][at[1]],
+        )  # fmt: skip
+    return source
 
 
 def _receive_of(
