@@ -78,3 +78,23 @@ def test_what_a_reader_would_wait_for_is_refused(tmp_path, capsys):
         assert main(["verify", str(path)]) == 2
         assert main(["sim", str(tmp_path / "s.json"), "--costs", str(path)]) == 2
         assert capsys.readouterr().err.count("is a folder, a pipe or a device") == 2
+
+
+@pytest.mark.parametrize("change", [{"forward": 1.0}, {"link": 0.1}, {"links": []}, {"links": {"0->1": 0.1}}])
+def test_costs_of_another_type_are_a_faulty_request(tmp_path, capsys, change):
+    main(["gen", "1f1b", "-p", "2", "-m", "2", "-o", str(tmp_path / "s.txt")])
+    (tmp_path / "c.json").write_text(json.dumps(json.loads(Costs.uniform(2).to_json()) | change))
+    assert main(["sim", str(tmp_path / "s.txt"), "--costs", str(tmp_path / "c.json")]) == 2
+    assert "error: costs file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mark", [99, 0])
+def test_a_wrong_overlap_mark_is_refused_by_verify_alone(tmp_path, capsys, mark):
+    file = tmp_path / "s.txt"
+    main(["gen", "1f1b", "-p", "2", "-m", "2", "--communication", "-o", str(file)])
+    file.write_text(f"{file.read_text()}overlap 1: {mark}\n")
+    assert main(["verify", str(file)]) == 1
+    assert "an overlap mark needs" in capsys.readouterr().err
+    assert main(["sim", str(file)]) == 0
+    assert main(["draw", str(file), "-o", str(tmp_path / "s.svg")]) == 0
+    assert main(["trace", str(file), "-o", str(tmp_path / "t.json")]) == 0

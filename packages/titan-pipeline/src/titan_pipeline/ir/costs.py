@@ -184,22 +184,25 @@ class Costs:
         """Read what `to_json` wrote.
 
         Raises:
-            ValueError: On an unknown or missing key.
+            ValueError: On an unknown or missing key, or a value of another type.
         """
         body = cast(dict[str, Any], json.loads(text))
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(body) - known)
-        if unknown:
-            raise ValueError(f"unknown keys {unknown} in costs; known: {sorted(known)}.")
-        values: dict[str, Any] = {k: tuple(v) for k, v in body.items() if k not in ("link", "links")}
-        if "link" in body:
-            values["link"] = _link_from(body["link"])
-        if "links" in body:
-            values["links"] = {_pair(k): _link_from(v) for k, v in body["links"].items()}
         try:
+            unknown = sorted(set(body) - known)
+            if unknown:
+                raise ValueError(f"unknown keys {unknown} in costs; known: {sorted(known)}.")
+            values: dict[str, Any] = {k: tuple(v) for k, v in body.items() if k not in ("link", "links")}
+            if "link" in body:
+                values["link"] = _link_from(body["link"])
+            if "links" in body:
+                values["links"] = {_pair(k): _link_from(v) for k, v in body["links"].items()}
             return cls(**values)
-        except TypeError as err:
-            raise ValueError(f"costs file: {err}.") from err
+        except (TypeError, AttributeError) as err:
+            raise ValueError(
+                f"costs file: {err}. Give one object: a list with a number for each stage under each name, and an object with "
+                "latency and bandwidth for each link."
+            ) from err
 
     @classmethod
     def load(cls, path: str | Path) -> "Costs":

@@ -165,7 +165,7 @@ class Schedule:
             position = {old: new for new, old in enumerate(kept)}
             ranks.append(tuple(program[i] for i in kept))
             marks = self.overlaps[r] if self.overlaps else ()
-            overlaps.append(tuple(position[i] for i in marks))
+            overlaps.append(tuple(position[i] for i in marks if i in position))  # `verify` refuses others
         return replace(self, ranks=tuple(ranks), overlaps=tuple(overlaps) if self.overlaps else ())
 
     def for_evaluation(self, num_microbatches: int | None = None) -> "Schedule":
