@@ -137,10 +137,10 @@ class Spike(Observer):
                 self.run.model.parts[0].lm_head.weight.mul_(1e-3)
 
 
-def spiking(folder, name):
+def spiking(folder, name, freeze=(), **sections):
     return configured(
-        folder, name, train={"steps": 9, "global_batch": 4}, checkpoint={"every": 2, "keep_last": 0},
-        spikes={"sigma": 20.0, "window": 3, "most": 2, "rewind": 1},
+        folder, name, train={"steps": 9, "global_batch": 4, "freeze": list(freeze)}, checkpoint={"every": 2, "keep_last": 0},
+        spikes={"sigma": 20.0, "window": 3, "most": 2, "rewind": 1}, **sections,
     )  # fmt: skip
 
 
@@ -157,6 +157,14 @@ def test_after_many_spikes_a_run_goes_back_and_on_with_later_data(folder):
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 10))
     (event,) = [line for line in lines if line.get("event") == "rewound"]
     assert (event["step"], event["spikes_from"], event["spikes_to"]) == (4, 7, 8)
+
+
+def test_a_run_with_frozen_float8_weights_goes_back_too(folder):
+    spike = Spike()
+    config = spiking(folder, "frozen", [r"layers\.0\."], float8={"recipe": "blockwise", "min_speedup": 0.0})
+    with Trainer(config, callbacks=[spike]) as trainer:
+        trainer.fit()
+    assert [step for step, _ in spike.steps] == [*range(1, 9), *range(5, 10)]
 
 
 def test_a_run_that_went_back_and_was_lost_continues_after_the_spike(folder):

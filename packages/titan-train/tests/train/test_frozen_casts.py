@@ -1,5 +1,6 @@
 """Float8 weights that do not train are cast once in a run, others once per step."""
 
+import pytest
 import titan_fp8
 from tiny_run import tiny_run, write_text
 from titan_train import Trainer
@@ -34,3 +35,17 @@ def test_frozen_weights_keep_their_casts_over_the_steps_of_a_run(tmp_path):
             trainer.fit()
     assert frozen > 0
     assert casts.count == frozen + 3 * sum(trained)
+
+
+@pytest.mark.parametrize("average", [{"ema_decay": 0.5, "use": "ema"}, {"use": "checkpoints", "checkpoints": 2}])
+def test_validations_with_averaged_weights_leave_frozen_weights_usable(tmp_path, average):
+    write_text(tmp_path)
+    held_out = {"name": "same", "kind": "text", "paths": [str(tmp_path / "text.txt")]}
+    config = tiny_run(
+        tmp_path, train={"steps": 3, "global_batch": 2, "freeze": [r"layers\.0\."]}, average=average,
+        float8={"recipe": "blockwise", "min_speedup": 0.0}, data={"validation_sources": [held_out]},
+        validation={"every": 1, "steps": 1, "sample_tokens": 0}, checkpoint={"every": 1, "keep_last": 0},
+    )  # fmt: skip
+    with Trainer(config) as trainer:
+        trainer.fit()
+    assert len(trainer.losses) == 3

@@ -54,6 +54,8 @@ class TrainingLoop(ObservedRun):
     _best: BestValidation
     _requests: SaveRequests
     _saved_at: float
+    _casts: contextlib.ExitStack
+    """Has entered `OptimizerStep.frozen_weights` while `fit` runs."""
 
     def _measure_held_out(self) -> tuple[ValidationRecord, str | None]:
         """The loss on held-out data, and what the model writes, if the task lets it."""
@@ -76,7 +78,8 @@ class TrainingLoop(ObservedRun):
             around.enter_context(self._requests.installed())
             for observer in self.observers:
                 around.enter_context(observer.running())
-            around.enter_context(self._optimizer_step.frozen_weights)
+            self._casts = around.enter_context(contextlib.ExitStack())
+            self._casts.enter_context(self._optimizer_step.frozen_weights)
             while self.step < last:
                 result = self._train_step()
                 if result.spike and self._spikes.exhausted and self._leave_spike():
@@ -158,7 +161,8 @@ class TrainingLoop(ObservedRun):
 
     def _validate(self) -> bool:
         """Validate; whether the loss is the lowest so far."""
-        with self._phase("validation", self.step):
+        averaged = self.config.evaluated_weights != "none"
+        with self._phase("validation", self.step), self._weights_written() if averaged else contextlib.nullcontext():
             record, sample = self._measure_held_out()
         for observer in self.observers:
             observer.on_validation(record, sample)
@@ -186,7 +190,7 @@ class TrainingLoop(ObservedRun):
         back = self.config.spikes.rewind
         found = None
         if back:
-            with self._phase("checkpoint", here):
+            with self._phase("checkpoint", here), self._weights_written():
                 found = self._checkpoints.rewind(before - back)
         self._spikes.forget(norms=found is None)
         if found is None:
@@ -217,6 +221,13 @@ class TrainingLoop(ObservedRun):
         """Whether a save by the clock is due; rank 0's clock decides for all."""
         minutes = self.config.checkpoint.every_minutes
         return bool(minutes) and self.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes
+
+    @contextlib.contextmanager
+    def _weights_written(self) -> Generator[None]:
+        """A block that writes frozen weights too: their float8 casts are made again after it. Collective."""
+        self._casts.close()
+        yield  # no finally: entering is collective, and a rank that fails would wait for the others
+        self._casts.enter_context(self._optimizer_step.frozen_weights)
 
     @contextlib.contextmanager
     def _phase(self, name: Phase, step: int) -> Generator[None]:
