@@ -472,8 +472,10 @@ def test_a_malformed_state_file_is_damage_of_that_file(root, wrong):
         {"$ndarray": ["<U0", [200_000_000], ""]},
         {"$ndarray": ["<U0", [10**14], ""]},
         {"$numpy": ["<U0", [3, -1], ""]},
+        {"$stored": "gone"},
+        {"$later": 1},
     ],
-    ids=["bytes", "shape", "device", "empty texts", "empty texts without end", "negative shape"],
+    ids=["bytes", "shape", "device", "empty texts", "no end of empty texts", "negative shape", "no tensor", "new tag"],
 )
 def test_a_malformed_value_in_a_state_file_is_damage_of_that_file(root, value):
     replace_state(root, json.dumps(GOOD_STATE | {"extra": {"seen": value}}))
@@ -482,6 +484,8 @@ def test_a_malformed_value_in_a_state_file_is_damage_of_that_file(root, value):
         ck.restore(state, 2)
     assert ck.restore(state, fallback=True) == 1
     assert state.extra == {"seen": 1}
+    if not {"$device", "$ndarray", "$numpy"} & value.keys():  # which `verify` would need torch and numpy for
+        assert main(["verify", str(root)]) == 1
 
 
 def test_empty_texts_are_read_back():
@@ -532,6 +536,7 @@ def test_frames_that_are_not_compressed_are_damage_of_their_file(tmp_path):
     rewrite_manifest(tmp_path, lambda value: value.update(format=2))
     with pytest.raises(DamageError, match=r"optim/optim-r00000\.safetensors: .*frame"):
         Checkpointer(tmp_path).restore(state(0.0))
+    assert main(["verify", str(tmp_path)]) == 1
     restored, want = state(0.0), state(1.0)
     assert Checkpointer(tmp_path).restore(restored, fallback=True) == 1
     assert torch.equal(restored.model.weight, want.model.weight)

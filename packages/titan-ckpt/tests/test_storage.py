@@ -16,6 +16,7 @@ from titan_ckpt.comm import ByteComm
 from titan_ckpt.format.manifest import CommitRecord
 from titan_ckpt.interop import dcp_storage, stream
 from titan_ckpt.interop.views import View
+from titan_ckpt.load.reader import StepReader
 from titan_ckpt.save import prepare
 from titan_ckpt.save.job import SaveLayout, WriteJob, commit_job, write_job
 from titan_ckpt.state.leaves import tensor_bytes
@@ -524,3 +525,31 @@ def test_asynchronous_saves_of_two_ranks_commit_in_a_store(tmp_path):
     state = TrainState(model=nn.Linear(64, 64), rng=False)
     assert Checkpointer(url).restore(state) == 2
     assert bool((state.model.weight == 3.0).all())
+
+
+def test_a_look_at_a_whole_step_in_a_store_holds_a_few_megabytes_of_it(bucket, tmp_path, monkeypatch):
+    paths = [
+        Checkpointer(bucket).save(step, TrainState(model=nn.Linear(1024, 3072, bias=False), rng=False)).path
+        for step in (1, 2)
+    ]
+    readers, held, init, real = [], [], StepReader.__init__, MappedFile.read
+
+    def opened(reader, path):
+        init(reader, path)
+        readers.append(reader)
+
+    def fetched(file, at, stop):
+        real(file, at, stop)
+        files = [mapped for reader in readers for mapped in reader._maps.values()]
+        held.append(sum(-(-mapped.view.nbytes // (4 << 20)) - len(mapped._missing) for mapped in files))
+
+    monkeypatch.setattr(StepReader, "__init__", opened)
+    monkeypatch.setattr(MappedFile, "read", fetched)
+    assert main(["verify", str(paths[0])]) == 0
+    assert max(held) == 1, "one block at a time"
+    held.clear()
+    assert main(["diff", *map(str, paths)]) == 1
+    assert max(held) <= 6, "of each step 8 MiB, which may begin in the middle of a block"
+    held.clear()
+    export_hf(paths[0], tmp_path / "out")
+    assert not readers[-1]._maps

@@ -253,9 +253,7 @@ def _damages(folder: StorePath) -> list[Damage]:
             progress.advance(nbytes)
     if not damages:
         try:
-            for record in reader.index.files:
-                if record.name.endswith(".json"):
-                    reader.read_state(record.name)
+            reader.check_values()
         except DamageError as err:
             return list(err.damages)
     return damages

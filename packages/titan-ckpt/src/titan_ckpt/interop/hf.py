@@ -1,8 +1,8 @@
 """Export and import of Hugging Face folders.
 
-An export needs no model and tens of megabytes of memory: headers are computed from the index, then each tensor is read,
-cast and written a few megabytes at a time. On import, each rank copies the boxes that it holds into its parameters. Views
-convert between layouts (`titan_ckpt.interop.views`).
+An export needs no model and tens of megabytes of memory, from a store those of the largest tensor: headers are computed
+from the index, then each tensor is read, cast and written a few megabytes at a time. On import, each rank copies the boxes
+that it holds into its parameters. Views convert between layouts (`titan_ckpt.interop.views`).
 """
 
 import json
@@ -402,3 +402,4 @@ def _checked(
     if damages:
         raise DamageError(str(reader.path), damages)
     yield from view_bytes(view, dtype, progress=progress)
+    reader.release()

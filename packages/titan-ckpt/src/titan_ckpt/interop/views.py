@@ -366,6 +366,8 @@ def unequal_elements(a: StoredView, b: StoredView, progress: Callable[[int], Non
             if damages := view.check(box):
                 raise DamageError(str(view.reader.path), damages)
         count += int((read_box(a, box).view(bits) != read_box(b, box).view(bits)).sum())
+        for view in (a, b):
+            view.reader.release()
         progress(math.prod(box[1]) * item)
     return count
 

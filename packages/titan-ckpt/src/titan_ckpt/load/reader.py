@@ -5,6 +5,7 @@ A block is checked once. JSON files are read, not mapped. No file is opened befo
 (`titan_ckpt.format.validate`) and no file is a link out of the step's folder.
 """
 
+import base64
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -51,6 +52,12 @@ class StepReader:
     def fetch_many(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Fetch ranges (file, begin, end), several at a time."""
         fetch_all((self._mapped(file), begin, end) for file, begin, end in ranges)
+
+    def release(self) -> None:
+        """Give back the memory of what was fetched from a store. It is fetched and checked anew when it is needed."""
+        if not isinstance(self.path, Path):
+            self._maps.clear()
+            self._checked.clear()
 
     def _mapped(self, file: int) -> MappedFile:
         if file not in self._maps:
@@ -114,6 +121,36 @@ class StepReader:
             for at in range(0, record.size, BLOCK_BYTES):
                 end = min(at + BLOCK_BYTES, record.size)
                 yield end - at, self.check(file, at, end)
+                self.release()
+
+    def check_values(self) -> None:
+        """Read every state file and decompress every frame, of a step whose blocks are intact.
+
+        Raises:
+            DamageError: If a restore could not decode one. Arrays of numpy are not looked into.
+        """
+        for record in self.index.files:
+            if record.name.endswith(".json"):
+                with malformed_is_damage(self.path, record.name):
+                    tagged_json.decode(self.read_state(record.name), self._check_leaf)
+        for tensor in self.index.tensors.get("optim", {}).values():
+            for chunk in tensor.chunks:
+                size = math.prod(chunk.sizes) * ITEM_BYTES[tensor.dtype]
+                for begin in range(0, size if chunk.frames is not None else 0, FRAME_BYTES):
+                    self.data(tensor, chunk, begin, min(begin + FRAME_BYTES, size))
+                self.release()
+
+    def _check_leaf(self, tag: str, body: Any) -> None:
+        """Raise for a value that `titan_ckpt.state.leaves.decode` refuses, as far as that shows without torch and numpy."""
+        if tag == "$stored":
+            if self.index.find("extra", body) is None:
+                raise ValueError(f"the step has no extra tensor {body!r}.")
+        elif tag == "$tensor":
+            dtype, shape, text = body
+            if min(shape, default=0) < 0 or len(base64.b64decode(text)) != math.prod(shape) * ITEM_BYTES[dtype]:
+                raise ValueError(f"the bytes of a tensor are not {dtype} of shape {shape}.")
+        elif tag not in ("$ndarray", "$numpy", "$dtype", "$device", "$size"):
+            raise ValueError(f"unknown tag {tag!r} in a state file: it was written by a newer version.")
 
     def read_state(self, name: str) -> dict[str, Any]:
         """A JSON state file, checked and still encoded.
