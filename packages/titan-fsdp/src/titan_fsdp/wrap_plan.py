@@ -34,9 +34,17 @@ class WrapPlan(PlanData):
         """A table of the units: parameters, bytes, dtypes, what happens after forward, collectives; then warnings."""
         return explain_plan(self)
 
-    def collectives(self, microbatches: int = 1, keep: Accumulate = "sharded") -> Collectives | None:
-        """Collectives of one step, by closed form; None in ddp mode with a hook, whose buckets are torch's choice."""
-        return planned_collectives(self, microbatches, keep)
+    def collectives(
+        self, microbatches: int = 1, keep: Accumulate = "sharded", *, mesh: str | None = "all"
+    ) -> Collectives | None:
+        """Collectives of one step, by closed form; None in ddp mode with a hook, whose buckets are torch's choice.
+
+        Args:
+            microbatches: Forward-backward passes in the step.
+            keep: What `accumulate` keeps between them.
+            mesh: The mesh whose units are counted, by its name in the policy; None is the plan's own.
+        """
+        return planned_collectives(self, microbatches, keep, mesh=mesh)
 
     def estimate(
         self,

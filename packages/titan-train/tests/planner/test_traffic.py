@@ -13,6 +13,7 @@ from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.inputs import prepare_inputs
 from titan_train.planner.cost.traffic import step_traffic
+from titan_train.planner.memory.ranks import rehearse
 from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import setup_of_config
 from titan_train.train import Trainer
@@ -108,8 +109,8 @@ def configure(folder: str, name: str, **sections: dict[str, Any]) -> Any:
 
 
 def with_vocabulary(config: Any) -> Any:
-    """The configuration with the model's vocabulary that the byte tokenizer sets: 256 bytes and 4 special tokens."""
-    model = dataclasses.replace(config.model, args={"vocab_size": 260})
+    """The configuration with the model's vocabulary that the byte tokenizer sets: 256 bytes and 3 special tokens."""
+    model = dataclasses.replace(config.model, args={"vocab_size": 259})
     return dataclasses.replace(config, model=model)
 
 
@@ -142,6 +143,10 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp2": parallel(dp_shard=2),
         "dp2 full": parallel(dp_shard=2) | FULL,
         "dp2 never resharded": parallel(dp_shard=2, reshard="never"),
+        "dp2 unsharded": parallel(dp_shard=2, accumulate="unsharded"),
+        "dp2 zero1": parallel(dp_shard=2, accumulate="zero1"),
+        "dp2 bf16": parallel(dp_shard=2, compress="bf16"),
+        "2 copies": parallel(dp_replicate=2, mode="ddp"),
         "dp2 experts": parallel(dp_shard=2) | MOE,
         "tp2": parallel(tp=2),
         "tp2 full": parallel(tp=2) | FULL,
@@ -164,6 +169,10 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 pp2": parallel(tp=2, pp=2),
         "dp4 ep2": parallel(dp_shard=4, ep=2) | MOE,
         "dp4 ep4": parallel(dp_shard=4, ep=4) | MOE,
+        "dp2 ep2 x 2 copies": parallel(dp_shard=2, dp_replicate=2, ep=2) | MOE,
+        "dp4 ep2 never resharded": parallel(dp_shard=4, ep=2, reshard="never") | MOE,
+        "dp2 ep2 pp2": parallel(dp_shard=2, ep=2, pp=2) | MOE,
+        "dp2 x 2 copies, reduced once": parallel(dp_shard=2, dp_replicate=2, accumulate="hsdp-ar"),
     },
 }
 
@@ -188,7 +197,7 @@ def axis_of(kind: str, ranks: tuple[int, ...], world: int, setup: Any) -> str:
         "pp": STAGES if setup.pp > 1 else (),
         "expert shard": tuple(range(0, setup.dp_shard * setup.cp * setup.tp, setup.ep)),
     }
-    order = {"all_to_all": ("ep", "cp"), "send": ("cp", "pp"), "all_reduce": ("tp", "replicate", "shard")}
+    order = {"all_to_all": ("ep", "cp", "shard"), "send": ("cp", "pp"), "all_reduce": ("tp", "replicate", "shard")}
     candidates = order.get(kind, ("tp", "shard", "cp", "expert shard"))
     return next((axis for axis in candidates if len(groups[axis]) > 1 and groups[axis] == ranks), f"{kind} {ranks}")
 
@@ -209,7 +218,8 @@ def test_counted_transfers_are_the_predicted_ones(ranks: int, names: tuple[str, 
     for number, (name, sections) in enumerate(cases):
         config = configure(folder, name, **sections)
         setup = setup_of_config(config, ranks)
-        predicted = step_traffic(shape_of_config(with_vocabulary(config)), setup, element_bytes=4)
+        named = with_vocabulary(config)
+        predicted = step_traffic(shape_of_config(named), setup, rehearse(named, ranks)[0].wrapper, element_bytes=4)
         counts: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
         for (kind, group, size), times in found[0][number].items():
@@ -226,14 +236,17 @@ def test_counted_transfers_are_the_predicted_ones(ranks: int, names: tuple[str, 
 
 
 def merged(predicted: Counter[tuple[str, str]], setup: Any) -> Counter[tuple[str, str]]:
-    """Without data parallelism, the shards' group is the cp group: their gathers cannot be told apart by group.
+    """Without data parallelism, the shards' group is the cp group: their gathers cannot be told apart by group. Nor can the sums
+    over copies of experts and of other parameters.
 
     On a CPU, all-gather attention exchanges the gradients that it reduce-scatters on a GPU: the same bytes.
     """
-    if setup.dp_shard > 1:
-        return predicted
     out: Counter[tuple[str, str]] = Counter()
     for (axis, kind), number in predicted.items():
+        axis = "replicate" if axis == "expert replicate" else axis
+        if setup.dp_shard > 1:
+            out[axis, kind] += number
+            continue
         if (axis, kind, setup.cp_method) == ("cp", "reduce_scatter", "allgather"):
             out["cp", "all_to_all"] += number
             continue

@@ -48,13 +48,16 @@ def check_keep(keep: str) -> None:
         raise ValueError(f"keep={keep!r} is not one of {', '.join(map(repr, get_args(Accumulate)))}.")
 
 
-def planned_collectives(plan: PlanData, microbatches: int = 1, keep: Accumulate = "sharded") -> Collectives | None:
+def planned_collectives(
+    plan: PlanData, microbatches: int = 1, keep: Accumulate = "sharded", *, mesh: str | None = "all"
+) -> Collectives | None:
     """Collectives of one step; None where the count is torch's own (buckets of DistributedDataParallel).
 
     Args:
         plan: The plan.
         microbatches: Forward-backward passes in the step.
         keep: What `accumulate` keeps between them.
+        mesh: The mesh whose units are counted, by its name in the policy; None is the plan's own.
     """
     check_keep(keep)
     if microbatches < 1:
@@ -63,6 +66,8 @@ def planned_collectives(plan: PlanData, microbatches: int = 1, keep: Accumulate 
         return None
     total = Collectives()
     for i, unit in enumerate(plan.units):
+        if mesh not in ("all", unit.mesh):
+            continue
         # A unit whose next one has a gradient is prefetched for backward, even if it has none itself.
         before = plan.units[: i + 2]
         regathered = bool(unit.reshard) and (unit.name == "root" or any(u.trainable for u in before))

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from titan_pipeline import Schedule
     from torch import nn
 
-    from titan_train.models.shape import ModelShape
     from titan_train.parallel.layout.batch import BatchPlan
     from titan_train.parallel.layout.run import RunPlan
     from titan_train.planner.memory.closed import RankEstimate
@@ -221,7 +220,7 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int, note: st
     if ranks[0].left_out:
         print(f"\nleft out: {ranks[0].left_out}")
     if arguments.rehearse:
-        print(f"\n{_transfers(config, devices, task.vocab_size(config))}")
+        print(f"\n{_transfers(config, devices, task.vocab_size(config), ranks[0])}")
     if arguments.memory_timeline:
         from titan_train.planner.memory.timeline import step_timeline
         from titan_train.planner.view.timeline import timeline_snapshot, timeline_svg
@@ -321,42 +320,39 @@ def _names_shipped_data(config: Config) -> bool:
     return any(inputs(config) == inputs(load_config(name)) for name in list_configs())
 
 
-def _transfers(config: Config, devices: int, vocabulary: int | None) -> str:
+def _transfers(config: Config, devices: int, vocabulary: int | None, first: "RankEstimate") -> str:
     """What the first rank sends in a step, by axis; a test compares it with counted transfers."""
     from titan_train.planner.cost.traffic import step_traffic
     from titan_train.planner.shapes import shape_of_config
     from titan_train.planner.translate import setup_of_config
 
+    setup, shape = setup_of_config(config, devices), None
     try:
-        setup, shape = setup_of_config(config, devices), shape_of_config(config)
+        shape = shape_of_config(config)
     except ValueError as why:
-        return f"transfers of a step: not computed. {why}"
-    if unknown := _transfers_not_known(config, setup, shape):
+        if setup.tp * setup.cp * setup.ep * setup.pp > 1:
+            return f"transfers of a step: not computed. {why}"
+    if unknown := _transfers_not_known(config, setup):
         return f"transfers of a step: not computed with {unknown}."
-    if vocabulary:
+    if vocabulary and shape is not None:
         shape = dataclasses.replace(shape, vocab=vocabulary)
     element_bytes = 4 if config.train.dtype == "fp32" else 2
-    traffic = step_traffic(shape, setup, element_bytes=element_bytes, grad_bytes=setup.grad_bytes)
+    traffic = step_traffic(shape, setup, first.wrapper, element_bytes=element_bytes)
     lines = [f"{'transfers of a step, first rank':<34}{'count':>8}{'GB':>10}"]
     for (axis, kind), count in sorted(traffic.counts.items()):
         lines.append(f"  {axis:<14}{kind:<18}{count:>8,}{traffic.num_bytes[axis, kind] / 1e9:>10.3f}")
     return "\n".join(lines)
 
 
-def _transfers_not_known(config: Config, setup: "Setup", shape: "ModelShape") -> str:
+def _transfers_not_known(config: Config, setup: "Setup") -> str:
     """A setting whose transfers `step_traffic` does not count; empty where there is none."""
     parallel = config.parallel
     settings = {
-        f"parallel.accumulate={parallel.accumulate!r}": parallel.accumulate != "sharded",
-        f"parallel.compress={parallel.compress!r}": parallel.compress != "none",
+        f"parallel.compress={parallel.compress!r}": setup.sharding == "ddp" and parallel.compress != "none",
         "parallel.sequence_parallel=false": setup.tp > 1 and not parallel.sequence_parallel,
         f"float8.recipe={config.float8.recipe!r}, whose weights are gathered in float8": setup.float8,
-        "parallel.mode='ddp'": setup.sharding == "ddp",
         f"pipeline.schedule={setup.schedule!r}": setup.pp > 1
         and (setup.stages_per_rank > 1 or setup.head_on_first_rank),
-        "experts and copies of the model": shape.moe and setup.dp_replicate > 1,
-        "experts in a pipeline": shape.moe and setup.pp > 1,
-        "experts and parallel.reshard='never'": shape.moe and not setup.reshard,
     }
     return next((words for words, given in settings.items() if given), "")
 

@@ -5,10 +5,15 @@ sends. Left out is the step's bookkeeping (losses, norms, flags). A test holds c
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from titan_train.models.shape import Block, ExpertsShape, ModelShape
 from titan_train.planner.setup import Setup
+
+if TYPE_CHECKING:
+    from titan_fsdp import Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +30,24 @@ class Traffic:
             self.num_bytes[axis, kind] += round(count * each)
 
 
-def step_traffic(shape: ModelShape, setup: Setup, *, element_bytes: int = 2, grad_bytes: int = 4) -> Traffic:
-    """Transfers of the first rank (of the first pipeline rank, if there are several)."""
+def step_traffic(
+    shape: ModelShape | None, setup: Setup, wrapper: Mapping[str | None, "Collectives"], *, element_bytes: int = 2
+) -> Traffic:
+    """Transfers of the first rank (of the first pipeline rank, if there are several).
+
+    Args:
+        shape: The model; None where it is not known and the ranks are data parallel alone.
+        setup: How it is run.
+        wrapper: What data parallelism sends, by mesh, counted on the wrapped module (`titan_fsdp.WrapPlan.collectives`).
+        element_bytes: Of an element that the other axes send.
+    """
     traffic = Traffic(Counter(), Counter())
+    _data_parallel(traffic, wrapper)
+    if shape is None:
+        return traffic
     layers = [b for b in shape.blocks for _ in range(b.count)]
     if setup.pp > 1:
         layers = layers[: -(-len(layers) // setup.pp)]
-    _data_parallel(traffic, shape, setup, layers, element_bytes, grad_bytes)
     if setup.tp > 1:
         _tensor_parallel(traffic, shape, setup, layers, element_bytes)
     if setup.cp > 1:
@@ -49,60 +65,13 @@ def step_traffic(shape: ModelShape, setup: Setup, *, element_bytes: int = 2, gra
     return traffic
 
 
-def sharded_elements(shape: ModelShape, block: Block, tp: int) -> int:
-    """A block's elements that tensor parallelism leaves on one rank, routed experts not counted: norms stay whole."""
-    whole = block.norms * shape.dim
-    if block.attention is not None and block.attention.qk_norm:
-        whole += 2 * block.attention.head_dim
-    if isinstance(block.ffn, ExpertsShape):
-        whole += shape.dim * block.ffn.num_experts
-    return whole + (block.mixer_parameters(shape.dim) + block.dense_parameters(shape.dim) - whole) // tp
-
-
-def _data_parallel(
-    traffic: Traffic, shape: ModelShape, setup: Setup, layers: list[Block], element_bytes: int, grad_bytes: int
-) -> None:
-    """One unit for the embedding, for each block and for norm and head; the last unit stays gathered into backward."""
-    shards, copies = setup.dp_shard * setup.cp, setup.dp_replicate
-    if shards == 1:
-        return
-    embedding = shape.head_parameters // setup.tp
-    units = [embedding, *(sharded_elements(shape, b, setup.tp) for b in layers)]
-    last = embedding + shape.final_norm * shape.dim
-    if setup.pp == 1:
-        units.append(last)
-    m = setup.microbatches
-    for number, elements in enumerate(units):
-        gathers = m if not setup.reshard else 2 * m
-        if setup.pp > 1:
-            gathers, reduces = 1, 1
-        else:
-            gathers = m if number == len(units) - 1 else gathers
-            reduces = m
-        traffic.add("shard", "all_gather", gathers, elements * element_bytes)
-        traffic.add("shard", "reduce_scatter", reduces, elements * grad_bytes)
-        if copies > 1:
-            traffic.add("replicate", "all_reduce", reduces, elements / shards * grad_bytes)
-    for block in layers:
-        if isinstance(block.ffn, ExpertsShape):
-            _experts(traffic, shape, setup, block, element_bytes, grad_bytes)
-
-
-def _experts(
-    traffic: Traffic, shape: ModelShape, setup: Setup, block: Block, element_bytes: int, grad_bytes: int
-) -> None:
-    shards = setup.expert_shard
-    if shards == 1:
-        return
-    axis = "shard" if setup.ep == 1 else "expert shard"
-    elements = block.expert_parameters(shape.dim) // setup.ep
-    m = setup.microbatches
-    if setup.ep == 1:  # they travel with their block
-        traffic.num_bytes[axis, "all_gather"] += 2 * m * elements * element_bytes
-        traffic.num_bytes[axis, "reduce_scatter"] += m * elements * grad_bytes
-        return
-    traffic.add(axis, "all_gather", 2 * m, elements * element_bytes)
-    traffic.add(axis, "reduce_scatter", m, elements * grad_bytes)
+def _data_parallel(traffic: Traffic, wrapper: Mapping[str | None, "Collectives"]) -> None:
+    kinds = {"all_gather": "shard", "reduce_scatter": "shard", "all_to_all": "shard", "all_reduce": "replicate"}
+    for mesh, found in wrapper.items():
+        for kind, axis in kinds.items():
+            axis = axis if mesh is None else f"expert {axis}"
+            count = getattr(found, kind)
+            traffic.add(axis, kind, count, getattr(found, f"{kind}_bytes") / max(1, count))
 
 
 def _tensor_parallel(

@@ -5,8 +5,9 @@ wraps the model, on one rank, arguments decide everything: `whole_rank` fills th
 a test holds the two equal.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from titan_train.config import ActivationsConfig, Config
 from titan_train.models.shape import ModelShape
@@ -15,6 +16,9 @@ from titan_train.planner.memory.peak import MemoryPeak, rank_peak
 from titan_train.planner.memory.saved import stage_saved_bytes
 from titan_train.planner.setup import Setup
 from titan_train.planner.translate import setup_of_config
+
+if TYPE_CHECKING:
+    from titan_fsdp import Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class RankEstimate:
     """Bytes by use; they add up to the peak of a step."""
     left_out: str = ""
     """What a rehearsal could not build of the program that will run."""
+    wrapper: "Mapping[str | None, Collectives]" = field(default_factory=dict[str | None, Any])
+    """Collectives of data parallelism in one step, by mesh as in `titan_fsdp.WrapPlan`."""
 
     @property
     def peak(self) -> int:

@@ -19,7 +19,7 @@ from titan_mesh import Layout
 from titan_pipeline import Schedule, verify
 from torch import Tensor, nn
 
-from titan_train.config import CompileConfig, Config
+from titan_train.config import Config
 from titan_train.models import count_parameters
 from titan_train.models.build import build_model
 from titan_train.models.common.delta import has_states
@@ -52,6 +52,7 @@ from titan_train.planner.memory.rehearsed import (
     fuse_norms_beside,
     keep_blocks,
     kind_of,
+    loss_like,
     norms_of_a_gpu,
     pretended_groups,
     rehearse_activation_checkpointing,
@@ -152,6 +153,8 @@ class _Stage:
     """Of one micro-batch."""
     ends: float
     """Share of the parameters that lie in no block."""
+    wrapper: dict[str | None, fsdp.Collectives]
+    """Collectives of data parallelism in one step, by mesh."""
     stays: int = 0
     """Bytes of whole parameters, and of whole gradients of earlier micro-batches, that a pipeline keeps through its schedule."""
     left_out: str = ""
@@ -206,7 +209,11 @@ class RankProgram:
         if spec.pp > 1:
             added_up = self.batch.accumulation > 1
             stays = sum(u.gather_bytes + u.reduce_numel * u.reduce_dtype.itemsize * added_up for u in plan.units)
-        return _Stage(count, estimate, activations, ends, stays, left_out)
+        # a pipeline gathers and reduces once a step
+        once: fsdp.Accumulate = "zero1" if spec.pp > 1 else config.parallel.accumulate
+        meshes = {unit.mesh for unit in plan.units} if self.mode != "none" else ()
+        wrapper = {m: plan.collectives(self.batch.accumulation, once, mesh=m) or fsdp.Collectives() for m in meshes}
+        return _Stage(count, estimate, activations, ends, wrapper, stays, left_out)
 
     def _rehearsed(
         self, make: Callable[[], nn.Module], sizes: dict[str, int], *, last: bool, most: bool = False
@@ -251,7 +258,7 @@ class RankProgram:
         return plan.record_memory(
             running,
             self._inputs(running),
-            loss=_loss if last else None,
+            loss=loss_like if last else None,
             gathers=self.layout.spec.pp == 1,
             compiled=config.compile.enabled,
         )
@@ -303,8 +310,11 @@ class RankProgram:
             parts["activations"] *= not ends
             instant = "the end of backward" if ends else "backward of a block"
             memory = MemoryPeak(parts, instant, 1.01 * sum(parts.values()))
+        wrapper: dict[str | None, fsdp.Collectives] = {}
+        for mesh, found in (item for stage in stages for item in stage.wrapper.items()):
+            wrapper[mesh] = wrapper.get(mesh, fsdp.Collectives()) + found
         return RankEstimate(
-            pipeline_rank, sum(s.num_parameters for s in stages), activations, memory, stages[0].left_out
+            pipeline_rank, sum(s.num_parameters for s in stages), activations, memory, stages[0].left_out, wrapper
         )
 
     def _state(self, stage: _Stage) -> float:
@@ -373,8 +383,9 @@ class RankProgram:
         return total + more, sum(count * size for count, size in zip(counts, each, strict=True))
 
     def _compile(self, running: nn.Module) -> None:
-        """Apply recomputation, and compile as the trainer does, but for the code; in place."""
-        blocks, compiling = blocks_of(running), _partitioned(self.config.compile)
+        """Apply recomputation, and compile as the trainer does, as far as torch's partitioner; in place."""
+        blocks = blocks_of(running)
+        compiling = replace(self.config.compile, backend="aot_eager_decomp_partition", mode="default")
         activations = replace(self.config.activations, offload=False)
         if self.experts_group is None and self.layout.spec.cp == 1 and not has_states(running):
             compile_blocks(blocks, compiling, activations, whole_graph=False)
@@ -395,7 +406,7 @@ class RankProgram:
         else:
             rehearse_activation_checkpointing(running, blocks, config.activations)
         plan = fsdp.plan(running, sizes, fsdp_policy(config, self.mode))
-        loss = _loss if last else None
+        loss = loss_like if last else None
         on_gpu = config.launch.device != "cpu"
         if on_gpu and config.compile.enabled:  # the last norm lies in no compiled block
             fuse_norms_beside(running, blocks)
@@ -474,11 +485,6 @@ class RankProgram:
         return (torch.zeros(rows, seq_len // cut, *streams, width, device="meta", requires_grad=True),)
 
 
-def _partitioned(config: CompileConfig) -> CompileConfig:
-    """The partitioner and decompositions of torch.compile, without code generation."""
-    return replace(config, backend="aot_eager_decomp_partition", mode="default")
-
-
 def _positions(seq_len: int, hidden: Tensor) -> Tensor:
     return torch.arange(seq_len, device=hidden.device).unsqueeze(0)
 
@@ -486,11 +492,6 @@ def _positions(seq_len: int, hidden: Tensor) -> Tensor:
 def _count_beside_rows(part: nn.Module, args: tuple[Tensor, ...]) -> None:
     for _, layer in moe_layers(part):
         layer.count_on(args[0].device)
-
-
-def _loss(output: Tensor) -> Tensor:
-    """The loss, or one that saves what cross-entropy on float32 logits would."""
-    return output if output.ndim == 0 else torch.logsumexp(output.float(), dim=-1).sum()
 
 
 def _cut_experts(part: nn.Module, ep: int) -> None:

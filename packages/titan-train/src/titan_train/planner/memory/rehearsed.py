@@ -2,6 +2,7 @@
 
 - A few blocks, for all that are alike.
 - Process groups that have a size and send nothing, and the experts' exchange with equal counts.
+- The loss of logits.
 - Attention between compiled pieces, and the one kernel that an RMSNorm is on a GPU.
 - Activation checkpointing. torch's own hides what it keeps of a selective region from saved-tensor hooks, and loads the
   compiler. Here a region shows autograd what it would keep: its arguments, and in selective mode the results that the policy
@@ -67,6 +68,11 @@ def keep_blocks(model: nn.Module, kept: Sequence[int]) -> None:
 def kind_of(block: nn.Module) -> Any:
     """Equal for two blocks that keep the same."""
     return type(block), tuple((name, parameter.shape) for name, parameter in block.named_parameters())
+
+
+def loss_like(output: Tensor) -> Tensor:
+    """The loss, or one that saves what cross-entropy on float32 logits would."""
+    return output if output.ndim == 0 else torch.logsumexp(output.float(), dim=-1).sum()
 
 
 class BalancedDispatch(ExpertParallelDispatch):
