@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from titan_ckpt import Checkpointer, CheckpointError, TrainState
+from titan_ckpt import Checkpointer, CheckpointError, DamageError, TrainState
+from titan_ckpt.load import restore as restoring
+from titan_ckpt.load.reader import StepReader
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -394,6 +396,42 @@ def keep_averages_in(root: str, how: str) -> bool:
 @pytest.mark.parametrize("how", ["dict", "tuple"])
 def test_sharded_extras_keep_their_layout_in_tuples_and_under_numbers(tmp_path, how):
     assert all(run_ranks(keep_averages_in, 2, str(tmp_path), how))
+
+
+class Errors:
+    """Another tensor on every rank, of which a resume on another number takes the first alone."""
+
+    def state_dict(self):
+        return {"error": torch.full((5000,), float(dist.get_rank()))}
+
+    def load_state_dict(self, state):
+        raise AssertionError("the number of ranks has changed")
+
+    def reshard(self, states):
+        self.count, self.first = len(states), float(states[0]["error"][0])
+
+
+def save_errors(root: str) -> None:
+    save(root, model=nn.Linear(2, 2), data=Errors())
+
+
+def test_a_reshard_reads_no_more_of_the_saved_states_than_it_looks_at_and_checks_all(tmp_path, monkeypatch):
+    run_ranks(save_errors, 2, str(tmp_path))
+    read, real = [], restoring.read_tensor
+    monkeypatch.setattr(restoring, "read_tensor", lambda *args: read.append(args[2]) or real(*args))
+    data = restore(tmp_path, data=Errors()).data
+    assert (data.count, data.first, len(read)) == (2, 0.0, 1)
+    reader = StepReader(next(tmp_path.glob("step-*")))
+    stored = reader.index.find("extra", next(key for key in reader.index.tensors["extra"] if "rank-1" in key))
+    file = reader.path / reader.index.files[stored.chunks[0].file].name
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    with pytest.raises(DamageError):
+        restore(tmp_path, model=model, data=Errors())
+    assert torch.equal(model.weight, before), "nothing is loaded where a state of another rank is damaged"
 
 
 def test_empty_strings_and_arrays_of_numpy_come_back(tmp_path):

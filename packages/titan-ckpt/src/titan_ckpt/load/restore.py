@@ -10,7 +10,8 @@ import collections
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from titan_ckpt.load.copies import (
     Copy,
     Verify,
     assign_blocks,
+    box_copies,
     check_blocks,
     encode_reads,
     plan_copies,
@@ -147,6 +149,7 @@ class _Restore:
         self.shared: dict[str, Any] = {k: self._decode(v) for k, v in shared.items()}
         self.model: ModelState = model_state(as_modules(state.model), state.tied)
         self.copies: dict[str, list[Copy]] = {}
+        self.read_later: dict[str, list[Copy]] = {}
         self.optim_used: set[str] | None = None
         self.apply_steps: list[Callable[[], Any]] = []
         asked = [name for name in ("model", "optim", "sched", "data") if getattr(state, name) is not None]
@@ -173,7 +176,7 @@ class _Restore:
         """The blocks that this rank must check. Collective; errors are raised as `ByteComm.attempt` says."""
         if verify == "none":
             return set()
-        blocks = touched_blocks(self.reader, self.copies)
+        blocks = touched_blocks(self.reader, {**self.copies, **self.read_later})
         if self.comm.size > 1:
             mine = self.comm.attempt(lambda: encode_reads(blocks, self.reader.path, self.comm.rank), doing, failure)
             blocks = assign_blocks(blocks, self.comm.all_gather(mine), self.comm.rank)
@@ -366,12 +369,15 @@ class _Restore:
             self.apply_steps.append(lambda: data.load_state_dict(position))
             return
         by_place = self._data_at({saved_place for saved_place, _ in saved})
-        states = [by_place[p][1] for p in sorted(by_place)]
-        decoded = [self._decode(value) for value in states]
-        if all(value == states[0] for value in states):
-            self.apply_steps.append(lambda: data.load_state_dict(decoded[0]))
+        states = [(encoded, rank_state_name(rank)) for _, (rank, encoded) in sorted(by_place.items())]
+        if all(encoded == states[0][0] for encoded, _ in states):
+            position = self._decode(*states[0])
+            self.apply_steps.append(lambda: data.load_state_dict(position))
         elif hasattr(data, "reshard"):
-            self.apply_steps.append(lambda: data.reshard(decoded))  # type: ignore[attr-defined]
+            for state in states:
+                self._decode(*state, self._read_later)
+            later = _States([partial(self._decode, *state) for state in states])
+            self.apply_steps.append(lambda: data.reshard(later))  # type: ignore[attr-defined]
         else:
             raise ValueError(
                 f"the {saved[0][1]} data-parallel ranks saved different data positions, which cannot be given to {size}. "
@@ -413,6 +419,29 @@ class _Restore:
     def _rank_state(self, rank: int) -> dict[str, Any]:
         return self._decode(self.reader.rank_state(rank), rank_state_name(rank))
 
-    def _decode(self, value: Any, name: str = STATE_NAME) -> Any:
+    def _decode(self, value: Any, name: str = STATE_NAME, tensor: Callable[[str], Tensor] | None = None) -> Any:
         with malformed_is_damage(self.reader.path, name):
-            return leaves.decode(value, lambda key: read_tensor(self.reader, "extra", key))
+            return leaves.decode(value, tensor or (lambda key: read_tensor(self.reader, "extra", key)))
+
+    def _read_later(self, key: str) -> Tensor:
+        """Have the blocks of an extra tensor checked with all others, and make none of it."""
+        stored = self.reader.index.find("extra", key)
+        if stored is None:
+            raise ValueError(f"{self.reader.path} has no extra tensor {key!r}.")
+        blank = torch.empty(stored.shape, dtype=torch.uint8, device="meta")
+        self.read_later[key] = box_copies(stored, ((0,) * len(stored.shape), stored.shape), blank)
+        return blank
+
+
+class _States(Sequence[Any]):
+    """The states of the ranks that saved, each decoded when it is looked at: they may hold tensors as large as the model."""
+
+    def __init__(self, decoders: Sequence[Callable[[], Any]]) -> None:
+        self._decoders = decoders
+
+    def __len__(self) -> int:
+        return len(self._decoders)
+
+    def __getitem__(self, at: Any) -> Any:
+        found = self._decoders[at]
+        return [decode() for decode in found] if isinstance(at, slice) else found()

@@ -52,7 +52,8 @@ class TrainState:
     """Learning-rate schedulers, equal on every rank. Rank 0's are saved."""
     data: Stateful | None = None
     """The data position of this rank. To resume on another number of data-parallel ranks, its state must be equal on all
-    ranks (global counters), or it must have a method ``reshard(states)``, which gets the state of every saved rank."""
+    ranks (global counters), or it must have a method ``reshard(states)``, which gets the sequence of every saved rank's
+    state, each read when it is looked at."""
     rng: bool = True
     """Whether to save and load the random generators of python, numpy, torch and CUDA."""
     extra: MutableMapping[str, Any] = field(default_factory=dict[str, Any])
