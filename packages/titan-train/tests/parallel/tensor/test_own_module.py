@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from titan_testing import run_ranks
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.checks import check_tensor_parallel
+from titan_train.parallel.tensor.plan import plan_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables
 from torch import Tensor, nn
 
@@ -77,12 +78,14 @@ PLAN = {
     "head": "head",
 }
 WITHOUT_REGIONS = {pattern: style for pattern, style in PLAN.items() if style != "region" and "scale" not in pattern}
+# what is left is whole on every rank; a wide pattern also matches the names of parameters
+WITH_THE_REST = {pattern: style for pattern, style in PLAN.items() if style != "replicated"} | {"**": "replicated"}
 
 
 def errors(plan: dict[str, str], sequence_parallel: bool, async_tp: bool) -> float:
     torch.manual_seed(0)
     whole = Own().double()
-    if "blocks.*.attn.scale" not in plan:
+    if "region" not in plan.values():
         for block in whole.blocks:
             del block.attn.scale
             block.attn.scale = 1.0
@@ -110,10 +113,26 @@ def errors(plan: dict[str, str], sequence_parallel: bool, async_tp: bool) -> flo
 
 
 @pytest.mark.parametrize("mode", ["tp", "tp+sp", "async"])
-@pytest.mark.parametrize("plan", [PLAN, WITHOUT_REGIONS], ids=["regions", "no regions"])
+@pytest.mark.parametrize("plan", [PLAN, WITHOUT_REGIONS, WITH_THE_REST], ids=["regions", "no regions", "the rest"])
 def test_a_users_module_matches_one_process(plan, mode):
     for error in run_ranks(errors, 2, plan, mode != "tp", mode == "async"):
         assert error <= 1e-12  # float64: order of summation
+
+
+def test_a_pattern_for_the_rest_leaves_cut_parameters_alone():
+    table = merge_tables(Own(), {}, WITH_THE_REST)
+    plan = plan_tensor_parallel(Own(), 2, table=table, sequence_parallel=True, replicate_kv=False)
+    cut = (".up.weight", ".down.weight", ".attn.q.weight", "head.weight", "wte.weight")
+    assert not [name for name in plan.partial if name.endswith(cut)]
+    assert "blocks.0.attn.scale" in plan.partial
+
+
+def test_an_embedding_that_looks_up_all_tokens_is_refused_under_sequence_parallelism():
+    table = {"**.up": "colwise", "**.down": "rowwise", "**": "replicated"}
+    options = {"table": merge_tables(Own(), {}, table), "seq_len_local": 8}
+    check_tensor_parallel(Own(), 2, sequence_parallel=False, **options)
+    with pytest.raises(ValueError, match="replicated for wte, an embedding"):
+        check_tensor_parallel(Own(), 2, sequence_parallel=True, **options)
 
 
 def cut_tied(second: str) -> str:

@@ -132,6 +132,8 @@ def plan_tensor_parallel(
         planned.append(PlannedModule(owner, named[owner], style, True, units, size, (leaf,)))
     _check_regions(regions, planned)
     _check_tied(model, styles)
+    if sequence_parallel:
+        _check_tokens_are_split(named, styles, regions)
     partial = tuple(_partial_parameters(model, table, styles, regions, sequence_parallel))
     return TensorPlan(tuple(planned), partial, tuple(counters.values()))
 
@@ -161,7 +163,7 @@ def _rows_or_columns(name: str, style: Style, module: nn.Module) -> int:
     if style == "embedding" and (not isinstance(module, nn.Embedding) or module.max_norm or module.scale_grad_by_freq):
         raise ValueError(
             f"the table says embedding for {name}: it must be an nn.Embedding without max_norm and scale_grad_by_freq, "
-            "which need the whole table. Use 'replicated'."
+            "which need the whole table and all tokens. Use 'replicated', and turn sequence parallelism off."
         )
     return weight.shape[0 if style in ROW_CUT else 1]
 
@@ -253,6 +255,20 @@ def _check_tied(model: nn.Module, styles: dict[str, Style]) -> None:
             )
 
 
+def _check_tokens_are_split(named: dict[str, nn.Module], styles: dict[str, Style], regions: list[str]) -> None:
+    """Refuse an embedding that would look up all tokens on each rank: gradients would be summed once too often."""
+    seeing_all = [*regions, *(name for name, style in styles.items() if style == "whole")]
+    for name, module in named.items():
+        if not isinstance(module, nn.Embedding) or _is_inside(name, seeing_all):
+            continue
+        if _owner_style(f"{name}.weight", styles) in ("replicated", "whole"):
+            raise ValueError(
+                f"the table says replicated for {name}, an embedding: each rank would look up all tokens, but under sequence "
+                "parallelism it holds only some of them. Use 'embedding' (or 'positions' for learned positions), or turn "
+                "sequence parallelism off."
+            )
+
+
 def _cut_dim(style: Style | None) -> int | None:
     """The dimension of the weight that a style cuts, if any."""
     return 0 if style in ROW_CUT else 1 if style == "rowwise" else None
@@ -264,7 +280,9 @@ def _partial_parameters(
     """Whole parameters whose gradients come from part of the tokens, or of the heads, on each rank."""
     forgotten: list[str] = []
     for name, _ in named_parameters(model):
-        style = style_of(name, table) or _owner_style(name, styles)
+        owner = styles.get(name.rpartition(".")[0])
+        # a wide pattern such as "**" also matches the names of parameters that are cut
+        style = owner if _cut_dim(owner) is not None else style_of(name, table) or _owner_style(name, styles)
         if style is None or style == "region":
             forgotten.append(name)
         elif style in ("replicated", "whole", "positions") and (sequence_parallel or _is_inside(name, regions)):
