@@ -139,6 +139,16 @@ def test_what_asks_for_parts_of_a_module_is_decided_on_the_module(words):
     assert not decided_by_arguments(config, plan_run(config, config.launch.nproc))
 
 
+def test_a_rehearsal_holds_no_state_of_what_is_frozen():
+    words = ["--parallel.mode", "fsdp", "--train.dtype", "bf16", "--train.global_batch", "4", "--train.microbatch", "2"]
+    whole, frozen = (
+        rehearse(load_config("debug", [*words, *more]), 2)[0] for more in ([], ["--train.freeze", "layers"])
+    )
+    assert frozen.num_parameters == whole.num_parameters
+    assert 0 < frozen.memory.parts["optimizer"] < 0.5 * whole.memory.parts["optimizer"]
+    assert frozen.activations < whole.activations
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_selective_recomputation_is_counted_by_tensor_and_sharding(monkeypatch, name, tp):

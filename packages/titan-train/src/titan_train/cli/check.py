@@ -147,6 +147,10 @@ def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int
         setup = setup.changed(attention_share=work.attention_share(dynamic=config.context.dynamic))
     found = estimate(shape, machine, setup, constants)
     print(estimate_text(found))
+    if config.train.freeze:
+        print(
+            "\nnote      train.freeze: all is predicted as trained, which takes more time and memory; `check` counts it"
+        )
     if work:
         print(f"\n{textwrap.indent(work.describe(), ' ' * 10).replace(' ' * 10, 'documents ', 1)}")
         other = setup.changed(attention_share=work.attention_share(dynamic=True))

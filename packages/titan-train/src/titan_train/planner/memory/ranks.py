@@ -41,7 +41,7 @@ from titan_train.parallel.layout.degrees import Mode, wrapped_over
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
-from titan_train.parallel.structure import blocks_of, hold_weights
+from titan_train.parallel.structure import blocks_of, freeze, hold_weights
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, table_for
 from titan_train.planner.memory.closed import RankEstimate, closed_form
@@ -82,6 +82,7 @@ def rehearse(
     """
     plan = plan_run(config, devices)
     model = build_model(config.model, vocab_size=None)
+    freeze(model, config.train.freeze)
     hold_weights(model, config.optimizer.weights)
     return estimate_ranks(
         config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule, closed_form=False,

@@ -17,7 +17,7 @@ from titan_train.config import Config
 from titan_train.models.build import build_model
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage
-from titan_train.parallel.structure import hold_weights
+from titan_train.parallel.structure import freeze, hold_weights
 from titan_train.planner.memory.folder import shape_of_folder
 from titan_train.planner.memory.ranks import RankProgram, estimate_ranks
 from titan_train.planner.memory.rehearsed import pretended_groups
@@ -81,6 +81,7 @@ def step_timeline(config: Config, devices: int) -> MemoryTimeline:
         ValueError: The layout, the batch or the model cannot run on so many devices.
     """
     plan, whole = plan_run(config, devices), build_model(config.model, vocab_size=None)
+    freeze(whole, config.train.freeze)
     hold_weights(whole, config.optimizer.weights)
     layout, schedule = plan.layout, plan.schedule
     ranks = estimate_ranks(
