@@ -1,6 +1,7 @@
 """The commands around a run, called in this process as the command line calls them."""
 
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -324,6 +325,17 @@ def test_a_complete_run_is_over_on_every_machine(run_dir, monkeypatch, capsys):
     words += ["--launch.nproc", "1", "--launch.endpoint", "127.0.0.1:29577", "--launch.node-rank"]
     assert [main([*words, rank]) for rank in ("1", "0")] == [0, 0]
     assert capsys.readouterr().out.count("is complete: step 4 of 4") == 2
+
+
+def test_a_run_that_may_not_resume_is_refused_on_every_machine(tmp_path, run_dir, monkeypatch, capsys):
+    runs = tmp_path / "runs" / "tiny"
+    shutil.copytree(run_dir, runs)
+    monkeypatch.setattr("titan_train.launch.place.machines.NodeAgent", SimpleNamespace(sharing_cores=lambda *_: None))
+    words = ["run", str(run_dir.parents[1] / "tiny.toml"), "--run.dir", str(runs.parent)]
+    words += ["--checkpoint.resume", "never", "--launcher", "machines", "--launch.nnodes", "2", "--launch.nproc", "1"]
+    assert main([*words, "--launch.endpoint", "127.0.0.1:29577"]) == 2
+    assert "checkpoint.resume='never'" in capsys.readouterr().err
+    assert json.loads((runs / "machines.json").read_text())["exit_code"] == 1  # what the others wait for
 
 
 def test_a_users_own_module_trains_by_dotted_path(tmp_path, monkeypatch, run_dir):

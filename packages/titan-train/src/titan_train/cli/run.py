@@ -136,8 +136,6 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_
 
     if config.launch.launcher == "machines" and config.launch.node_rank > 0:
         return _follow(config, per_node)
-    if kept != "again":
-        check_unused(config, run_dir)
     if config.launch.launcher == "ray" and config.launch.ray.on_cluster and not kept:
         _refuse_rewind(resume_step, "a Ray cluster")
         from titan_train.launch.place.ray.driver import run_under_driver
@@ -150,6 +148,8 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_
     try:
         run = _Run(config, run_dir, load_task(config), source, per_node, world_size, resume_step)
         adopted = launcher.adopt(run_dir) if kept == "again" else None
+        if kept != "again":  # here, so that `close` tells other machines, and a window opens on a run under way
+            check_unused(config, run_dir)
         if adopted is None:
             run.task.check_inputs(config)
             launcher.validate(config, world_size)
