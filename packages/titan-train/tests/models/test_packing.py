@@ -3,8 +3,9 @@
 import pytest
 import torch
 from titan_train.config.model import ModelConfig
-from titan_train.models import build_model, init_for
+from titan_train.models import CausalAttention, SequenceContext, build_model, init_for
 from titan_train.models.common.attention import document_mask, document_positions
+from titan_train.models.common.packed import packed_boundaries
 from torch import nn
 
 LENGTHS = [[5, 1, 17, 9], [32], [31, 1]]
@@ -80,3 +81,14 @@ def test_positions_and_mask_of_packed_rows() -> None:
         [0, 0, 1, 1, 1],
     ]
     assert torch.equal(mask[1, 0], torch.ones(5, 5).tril().bool())
+
+
+def test_attention_keeps_documents_apart_by_what_a_users_model_hands_on() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 12, 2, 8, generator=generator) for _ in range(3))
+    bounds = torch.tensor([[0, 5, 12], [0, 9, 12]], dtype=torch.int32)
+    positions, attention = document_positions(bounds, 12), CausalAttention(2, 2, 8)
+    flat = packed_boundaries(bounds, 12)
+    got = attention(q, k, v, SequenceContext(positions=positions, cu_seqlens=bounds))
+    want = attention(q, k, v, SequenceContext(positions=positions, cu_seqlens=bounds, boundaries=flat))
+    assert torch.equal(got, want)

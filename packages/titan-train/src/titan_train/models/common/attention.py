@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_train.models.common.packed import packed_attention
+from titan_train.models.common.packed import packed_attention, packed_boundaries
 from titan_train.models.common.sinks import sink_attention
 
 
@@ -34,7 +34,7 @@ class SequenceContext:
     cu_seqlens: Tensor | None = None
     """Cumulative document lengths ``[B, N + 1]`` int32 from 0 to S, padded by repeating S; None: one document a row."""
     boundaries: Tensor | None = None
-    """Of the documents of all rows, from `packed_boundaries`; None is plain causal."""
+    """Of the documents of all rows, from `packed_boundaries`; None: each layer takes them from ``cu_seqlens``."""
     rope: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of the rotary angles, each ``[B or 1, S, 1, D / 2]`` float32, for models that rotate."""
     attention_plan: Any = None
@@ -75,12 +75,13 @@ class CausalAttention(nn.Module):
         Returns:
             ``[B, S, H, E]``, in the dtype of ``q``.
         """
+        boundaries = context.boundaries
+        if boundaries is None and context.cu_seqlens is not None:  # of a user's model
+            boundaries = packed_boundaries(context.cu_seqlens, q.shape[1])
         if sinks is not None:
-            return sink_attention(q, k, v, sinks, context.boundaries)
-        if context.boundaries is not None:
-            out = packed_attention(
-                q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), context.boundaries, longest=q.shape[1]
-            )
+            return sink_attention(q, k, v, sinks, boundaries)
+        if boundaries is not None:
+            out = packed_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), boundaries, longest=q.shape[1])
             return out.unflatten(0, q.shape[:2])
         return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None).transpose(1, 2)
 
