@@ -11,6 +11,7 @@ from titan_train.models.common.blocks import SwiGLU
 from titan_train.models.common.moe.balance import update_expert_bias
 from titan_train.models.common.moe.experts import GroupedMM, grouped_mm_loop, grouped_mm_masked
 from titan_train.models.common.moe.layer import MoE
+from titan_train.models.common.moe.routed import StackedExperts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -216,3 +217,19 @@ def test_the_layer_compiles_to_one_graph_that_counts_the_same() -> None:
         layer(x).backward(probe)
         assert_close(grads_of(layer, x), want)
         assert layer.load.tolist() == [n * (step + 1) for n in load]
+
+
+def test_stacks_of_all_layers_are_of_one_class() -> None:
+    """torch.compile would compile a block again for each class, and stop at the ninth."""
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down_proj = nn.Parameter(torch.zeros(2, 4, 4))
+
+    stacks = [Stack(), Stack()]
+    for stack in stacks:
+        StackedExperts.take_over(stack, 1)
+    assert type(stacks[0]) is type(stacks[1])
+    assert isinstance(stacks[0], StackedExperts)
+    assert isinstance(stacks[0], Stack)

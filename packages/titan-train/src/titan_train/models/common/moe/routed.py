@@ -6,6 +6,7 @@ work there too. `StackedExperts` gives the same to a module of transformers that
 Auxiliary losses and expert biases stay the layer's own business.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -58,11 +59,10 @@ class StackedExperts(nn.Module):
     num_experts: int
     experts_per_token: int
 
-    @classmethod
-    def take_over(cls, module: Any, experts_per_token: int) -> None:
+    @staticmethod
+    def take_over(module: Any, experts_per_token: int) -> None:
         """Change a module of a class that transformers' ``use_experts_implementation`` has decorated, in place."""
-        kind = type(module)
-        module.__class__ = type(kind.__name__, (cls, kind), {"__module__": kind.__module__})
+        module.__class__ = _stacked(type(module))
         module.experts_per_token = experts_per_token
         module.num_experts = module.get_parameter("down_proj").shape[0]
         module.dispatch = LocalDispatch()
@@ -90,6 +90,12 @@ class StackedExperts(nn.Module):
             return out
         expert = torch.searchsorted(offs, torch.arange(x.shape[0], dtype=offs.dtype, device=x.device), right=True)
         return out + bias.index_select(0, expert.clamp(max=bias.shape[0] - 1))  # rows after the last group are dropped
+
+
+@functools.cache
+def _stacked(kind: type[nn.Module]) -> type[nn.Module]:
+    """One class for all layers: torch.compile compiles a block again for each class that it has not met inside it."""
+    return type(kind.__name__, (StackedExperts, kind), {"__module__": kind.__module__})
 
 
 def _dispatched(
