@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from titan_train.config.compute import ActivationsConfig
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, init_for
+from titan_train.parallel.activations.recompute import KeepCostly, apply_activation_checkpointing
 from titan_train.parallel.qk_clip import QKClip, attention_layers, check_qk_clip
+from titan_train.parallel.structure import blocks_of
 from torch import nn
 
 TOKENS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -121,3 +124,23 @@ def test_what_it_cannot_serve_is_refused_by_name(name, settings, message):
     model = build_model(ModelConfig(name=name), vocab_size=None)
     with pytest.raises(ValueError, match=message):
         check_qk_clip(model, **{"compiled": False, "replicate_kv": False} | settings)
+
+
+def test_selective_recomputation_keeps_no_logits(monkeypatch):
+    kept, leave = [], KeepCostly.__exit__
+
+    def leave_and_count(region, *exc):
+        leave(region, *exc)
+        kept.append(sum(tensor.nbytes for tensor in region.kept_tensors()))
+
+    monkeypatch.setattr(KeepCostly, "__exit__", leave_and_count)
+    for measured in (False, True):
+        model = built("llama3_debug", num_layers=1)
+        apply_activation_checkpointing(
+            model, blocks_of(model), ActivationsConfig(checkpoint="selective", matmul_every=0)
+        )
+        if measured:
+            QKClip([model], 1.0, num_layers=1, device=torch.device("cpu"))
+        model.train()(TOKENS).sum().backward()
+    without, with_logits = kept
+    assert without == with_logits > 0

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from titan_fsdp import clean_fqn, unwrap
 from torch import Tensor, nn
 
+from titan_train.models.common.recomputed import not_kept
+
 _BLOCK_BYTES = 32 << 20
 _LAYER = re.compile(r"^(layers|mtp)\.(\d+)\.")
 
@@ -72,7 +74,8 @@ class QKClip:
         if not self._layers[number].training:
             return
         q, k, _, context = args
-        found = largest_logits(q, k, context, self._context)
+        with not_kept():  # inside a block that is recomputed
+            found = largest_logits(q, k, context, self._context)
         before = self._largest.get(number)
         self._largest[number] = found if before is None else torch.maximum(before, found)
 

@@ -1,6 +1,7 @@
 """A function that keeps its arguments alone for backward, and runs again there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -20,8 +21,18 @@ def recomputed(run: Callable[..., Tensor], *given: Tensor) -> Tensor:
 
 
 def runs_again() -> bool:
-    """Whether the operators that run now are those of such a function's forward: what they give is not worth keeping."""
+    """Whether the operators that run now are of such a function's forward, or in `not_kept`: results not worth keeping."""
     return _inside.get()
+
+
+@contextmanager
+def not_kept() -> Generator[None]:
+    """Operators in here are none of those that selective recomputation counts, and whose results it may keep."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -29,11 +40,8 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, run: Callable[..., Tensor], *given: Tensor) -> Tensor:
         ctx.run, ctx.wanted = run, ctx.needs_input_grad[1:]
         ctx.save_for_backward(*given)
-        token = _inside.set(True)
-        try:
+        with not_kept():
             return run(*given)
-        finally:
-            _inside.reset(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
