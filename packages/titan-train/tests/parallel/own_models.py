@@ -58,6 +58,32 @@ class Verbose(Plain):
         return {"logits": super().forward(tokens)}
 
 
+class RecurrentUnit(nn.Module):
+    """torch.compile does not capture a GRU."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.before_mix = nn.LayerNorm(width)
+        self.mix = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x):
+        return x + self.mix(self.before_mix(x))[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, vocab_size, width=16):
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, width)
+        self.units = nn.ModuleList(RecurrentUnit(width) for _ in range(2))
+        self.unembed = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for unit in self.units:
+            x = unit(x)
+        return self.unembed(x)
+
+
 PLAIN_TABLE = {
     "words": "embedding",
     "places": "positions",

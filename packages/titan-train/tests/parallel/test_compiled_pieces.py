@@ -4,8 +4,9 @@ import pytest
 import torch
 from titan_train.config import ActivationsConfig, CompileConfig
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
-from titan_train.parallel.compiled import compile_pieces
+from titan_train.parallel.compiled import compile_blocks, compile_pieces
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 
 ROWS, WIDTH = 64, 32
 
@@ -97,3 +98,18 @@ def test_pieces_of_a_recomputed_block_are_compiled_and_its_gradients_are_the_sam
 def test_a_policy_keeps_less_in_each_piece() -> None:
     kept = {how: step(HOW[how], compiled=True)[1] for how in ("none", "selective")}
     assert kept["selective"] < kept["none"]
+
+
+def test_a_memory_budget_ends_with_the_run_that_asked_for_it() -> None:
+    for activations, budget in ((ActivationsConfig(checkpoint="budget", budget=0.3), 0.3), (ActivationsConfig(), 1.0)):
+        compile_blocks([nn.Linear(2, 2)], CompileConfig(backend="aot_eager"), activations, whole_graph=True)
+        assert functorch_config.activation_memory_budget == budget
+
+
+def test_a_process_trains_more_models_than_torch_compiles_one_function_for() -> None:
+    """All blocks are compiled through one function of torch's, of which it keeps eight versions by default."""
+    torch._dynamo.reset()
+    for width in range(1, 11):
+        block = nn.Linear(width, width)
+        compile_blocks([block], CompileConfig(backend="eager"), ActivationsConfig(), whole_graph=True)
+        assert block(torch.ones(1, width)).shape == (1, width)

@@ -91,6 +91,16 @@ def test_a_model_that_returns_more_than_logits_trains_as_one_that_returns_them(f
     assert plain[0] == verbose[0]
 
 
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_a_block_that_torch_does_not_capture_is_compiled_in_pieces(folder, checkpoint):
+    compiled = {"compile": {"enabled": True, "backend": "aot_eager"}, "activations": {"checkpoint": checkpoint}}
+    eager, pieces = (
+        run_ranks(run, 1, folder, "pieces", sections({}, more=more, name="Recurrent"), steps=2, init=False)[0]
+        for more in ({}, compiled)
+    )
+    assert pieces[0] == pytest.approx(eager[0], rel=1e-6)  # float32: order of summation
+
+
 def warnings_of(folder, tree):
     use_code([str(Path(__file__).parent)])
     messages = []

@@ -13,7 +13,9 @@ from titan_train.config import parse_config
 from titan_train.data.loader.batch import row_boundaries
 from titan_train.data.loader.source import TensorBatch
 from titan_train.models import build_model
+from titan_train.models.common.moe.routed import RoutedExperts
 from titan_train.parallel.check import check_model
+from titan_train.parallel.compiled import check_cudagraphs
 from titan_train.parallel.layout.run import plan_run
 from titan_train.train import Trainer, graphs
 from titan_train.train.graphs import MOST_SHAPES, StepGraphs, capture_cuda_graph
@@ -291,3 +293,21 @@ def test_what_cannot_be_captured_is_refused_before_any_rank_starts(what):
 def test_graphs_inside_a_graph_are_refused():
     with pytest.raises(ValueError, match="a graph cannot be captured inside another"):
         parse_config({"compile": {"cudagraphs": True, "enabled": True, "mode": "reduce-overhead"}})
+
+
+def test_experts_and_states_of_transformers_are_no_graph():
+    sections = {
+        "model": {"name": "llama3_debug", "seq_len": 64},
+        "compile": {"cudagraphs": True},
+        "train": {"global_batch": 8},
+    }
+    config = parse_config(sections)
+    layout = plan_run(config, 1).layout
+    experts, states = nn.Module(), nn.Module()
+    experts.experts = RoutedExperts(2, 4, 4, experts_per_token=1, init_std=0.02)
+    states.has_state = True
+    for model in (experts, states):
+        with pytest.raises(ValueError, match=r"compile\.cudagraphs=true and model\.name"):
+            check_cudagraphs(config, layout, model)
+    whole_rows = parse_config(sections | {"data": {"document_mask": False}})
+    check_cudagraphs(whole_rows, layout, states)

@@ -19,7 +19,6 @@ from torch import nn
 from titan_train.config import Config
 from titan_train.kernels.apply import apply_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
-from titan_train.models.common.delta import has_states
 from titan_train.models.common.loss import ObservedLoss
 from titan_train.models.common.moe.balance import moe_layers, set_sequence_group
 from titan_train.models.common.mtp import AHEAD, mtp_of
@@ -27,7 +26,7 @@ from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
 from titan_train.parallel.check import check_model
-from titan_train.parallel.compiled import compile_blocks, compile_pieces
+from titan_train.parallel.compiled import compile_blocks, compile_pieces, has_whole_graphs
 from titan_train.parallel.data_parallel import apply_data_parallel
 from titan_train.parallel.expert.apply import apply_expert_parallel
 from titan_train.parallel.float8 import DEFERRING_RULES, convert_to_float8, share_scales
@@ -213,8 +212,7 @@ def _apply(part: nn.Module, run: _Run, init: InitFn) -> nn.Module:
             enable_symmetric_memory(run.tp)
             options = micro_pipeline_options(run.report.fused)
         how: dict[str, Any] = {"split_backward": run.splits_backward, "inductor_options": options}
-        # states are carried outside of a graph
-        if spec.cp == 1 and spec.ep == 1 and not run.ring and not has_states(part):
+        if spec.cp == 1 and spec.ep == 1 and not run.ring and has_whole_graphs(part):
             compile_blocks(blocks_of(part), config.compile, activations, whole_graph=True, **how)
         else:
             activations = compile_pieces(part, blocks_of(part), config.compile, activations, **how)

@@ -15,12 +15,16 @@ from torch import fx, nn
 from torch._functorch import config as functorch_config
 
 from titan_train.config import ActivationsConfig, CompileConfig, Config
-from titan_train.models.common.moe.balance import moe_layers
+from titan_train.models.common.delta import has_states
+from titan_train.models.common.moe.routed import expert_stacks
+from titan_train.models.registry import is_shipped
+from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import keep_costly, recomputed_modules
 from titan_train.task import task_name
 from titan_train.values import did_you_mean
 
 _SPLIT_BACKENDS = ("inductor", "aot_eager")  # those of `titan_pipeline.runtime.split_backend`
+_VERSIONS = 64  # torch compiles the blocks of all models of a process as versions of one function, 8 of them by default
 
 
 def check_backend(backend: str) -> None:
@@ -87,9 +91,14 @@ def check_cudagraphs(config: Config, layout: Layout, model: nn.Module) -> None:
         ),
         (activations.mlp_tiles > 1, f"activations.mlp_tiles={activations.mlp_tiles}", "tiles are recomputed"),
         (
-            any(moe_layers(model)),
+            any(True for _ in expert_stacks(model)),
             f"model.name={config.model.name!r}",
             "the shapes of experts' products depend on routing",
+        ),
+        (
+            getattr(model, "has_state", False) is True and config.data.document_mask,
+            f"model.name={config.model.name!r} with data.document_mask",
+            "the host reads where documents end, for layers with a state",
         ),
         (task_name(config) != "text", f"the task {task_name(config)!r}", "its batches vary in more than values"),
         (config.metrics.activations_every > 0, "metrics.activations_every", "a graph has no activations to look at"),
@@ -100,6 +109,14 @@ def check_cudagraphs(config: Config, layout: Layout, model: nn.Module) -> None:
             raise ValueError(
                 f"compile.cudagraphs=true and {what}: {why}. Set compile.cudagraphs=false, or change the latter."
             )
+
+
+def has_whole_graphs(part: nn.Module) -> bool:
+    """Whether each block of ``part`` is known to be one graph: a model of ours, or of a planned family of transformers.
+
+    A block of anybody else's may hold what torch does not capture, such as an `nn.GRU`. States are carried outside of a graph.
+    """
+    return (is_shipped(part) or traits_of(part).plan is not None) and not has_states(part)
 
 
 def compile_blocks(
@@ -139,10 +156,11 @@ def compile_pieces(
     """Compile blocks that cannot be captured as one graph, in pieces; before activation checkpointing is applied.
 
     Such are blocks with communication that torch does not trace (context parallelism's exchange, the ring of asynchronous
-    tensor parallelism) or that depends on the data (expert parallelism's routing). Compiled from outside, a region that is
-    recomputed and cannot be captured runs in Python as a whole, without a word. So it is compiled from inside: a block that
-    is recomputed runs its compiled pieces twice, and the selective policy is applied to each piece, by the compiler. What
-    stands between the pieces keeps what it needs, which is what the policy would keep: attention and exchanges.
+    tensor parallelism) or that depends on the data (expert parallelism's routing), and perhaps a user's own. Compiled from
+    outside, a region that is recomputed and cannot be captured runs in Python as a whole, without a word. So it is compiled
+    from inside: a block that is recomputed runs its compiled pieces twice, and the selective policy is applied to each piece,
+    by the compiler. What stands between the pieces keeps what it needs, which is what the policy would keep: attention and
+    exchanges.
 
     Args:
         model: The part of the model that holds the blocks, for ``activations.patterns``.
@@ -229,8 +247,10 @@ def _options(
     inductor_options: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Arguments of torch.compile."""
-    if activations.checkpoint == "budget":
-        functorch_config.activation_memory_budget = activations.budget  # read when a block is compiled
+    budget = activations.budget if activations.checkpoint == "budget" else 1.0  # torch's own
+    functorch_config.activation_memory_budget = budget  # read when a block is compiled
+    dynamo = torch._dynamo.config  # imported when it is read
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _VERSIONS)
     inductor = dict(inductor_options or {})
     if inductor:  # torch.compile takes a mode or options, and a mode is a name for some
         inductor = {**_mode_options(config.mode), **inductor}

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.models import count_parameters
 from titan_train.models.build import build_model
-from titan_train.models.common.delta import has_states
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.common.mtp import AHEAD, mtp_of
@@ -31,7 +30,7 @@ from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import ModelShape
 from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
-from titan_train.parallel.compiled import compile_blocks, compile_pieces
+from titan_train.parallel.compiled import compile_blocks, compile_pieces, has_whole_graphs
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.expert.apply import apply_expert_parallel
 from titan_train.parallel.float8 import convert_to_float8
@@ -388,7 +387,7 @@ class RankProgram:
         blocks = blocks_of(running)
         compiling = replace(self.config.compile, backend="aot_eager_decomp_partition", mode="default")
         activations = replace(self.config.activations, offload=False)
-        if self.experts_group is None and self.layout.spec.cp == 1 and not has_states(running):
+        if self.experts_group is None and self.layout.spec.cp == 1 and has_whole_graphs(running):
             compile_blocks(blocks, compiling, activations, whole_graph=False)
         else:
             activations = compile_pieces(running, blocks, compiling, activations)
