@@ -16,6 +16,7 @@ from titan_ckpt.comm import ByteComm
 from titan_ckpt.format.manifest import CommitRecord
 from titan_ckpt.interop import dcp_storage, stream
 from titan_ckpt.interop.views import View
+from titan_ckpt.load import reader as reading
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.save import prepare
 from titan_ckpt.save.job import SaveLayout, WriteJob, commit_job, write_job
@@ -541,8 +542,9 @@ def test_a_look_at_a_whole_step_in_a_store_holds_a_few_megabytes_of_it(bucket, t
     def fetched(file, at, stop):
         real(file, at, stop)
         files = [mapped for reader in readers for mapped in reader._maps.values()]
-        held.append(sum(-(-mapped.view.nbytes // (4 << 20)) - len(mapped._missing) for mapped in files))
+        held.append(sum(len(mapped.fetched) for mapped in files))
 
+    monkeypatch.setattr(reading, "HELD_BLOCKS", 0)  # of a small step
     monkeypatch.setattr(StepReader, "__init__", opened)
     monkeypatch.setattr(MappedFile, "read", fetched)
     assert main(["verify", str(paths[0])]) == 0
@@ -553,3 +555,12 @@ def test_a_look_at_a_whole_step_in_a_store_holds_a_few_megabytes_of_it(bucket, t
     held.clear()
     export_hf(paths[0], tmp_path / "out")
     assert not readers[-1]._maps
+
+
+def test_small_tensors_of_one_block_are_fetched_once(bucket, monkeypatch):
+    model = nn.ParameterDict({f"w{i}": nn.Parameter(torch.ones(8)) for i in range(50)})
+    paths = [Checkpointer(bucket).save(step, TrainState(model=model, rng=False)).path for step in (1, 2)]
+    requests, real = [], MappedFile.read
+    monkeypatch.setattr(MappedFile, "read", lambda *args: requests.append(args) or real(*args))
+    assert main(["diff", *map(str, paths)]) == 0
+    assert len(requests) == 2, "one block of each step"

@@ -1,8 +1,9 @@
 """Export and import of Hugging Face folders.
 
 An export needs no model and tens of megabytes of memory, from a store those of the largest tensor: headers are computed
-from the index, then each tensor is read, cast and written a few megabytes at a time. On import, each rank copies the boxes
-that it holds into its parameters. Views convert between layouts (`titan_ckpt.interop.views`).
+from the index, then each tensor is read, cast and written a few megabytes at a time. A matrix that becomes float8 is read twice,
+for its scales and for its codes. On import, each rank copies the boxes that it holds into its parameters. Views convert between
+layouts (`titan_ckpt.interop.views`).
 """
 
 import json

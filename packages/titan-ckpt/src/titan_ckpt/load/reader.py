@@ -22,6 +22,9 @@ from titan_ckpt.format.validate import check_index, check_shared_state
 from titan_ckpt.storage.files import MappedFile, fetch_all, links_out
 from titan_ckpt.storage.paths import StorePath
 
+HELD_BLOCKS = 8
+"""Blocks of 4 MiB that `StepReader.release` leaves in memory."""
+
 
 class StepReader:
     """Reads a committed step, with digests.
@@ -54,8 +57,11 @@ class StepReader:
         fetch_all((self._mapped(file), begin, end) for file, begin, end in ranges)
 
     def release(self) -> None:
-        """Give back the memory of what was fetched from a store. It is fetched and checked anew when it is needed."""
-        if not isinstance(self.path, Path):
+        """Give back the memory of what was fetched from a store, if it is more than a few blocks, which small tensors share.
+
+        It is fetched and checked anew when it is needed.
+        """
+        if not isinstance(self.path, Path) and sum(len(mapped.fetched) for mapped in self._maps.values()) > HELD_BLOCKS:
             self._maps.clear()
             self._checked.clear()
 

@@ -118,7 +118,8 @@ class MappedFile:
 
     def __init__(self, path: StorePath, size: int) -> None:
         self._path, self._size = path, size
-        self._missing: set[int] = set()
+        self.fetched: set[int] = set()
+        """Blocks of a remote file that are here."""
         self._map: mmap.mmap | bytearray
         if not size:
             self._map = bytearray()
@@ -127,16 +128,17 @@ class MappedFile:
                 self._map = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY)
         else:
             self._map = mmap.mmap(-1, size)  # a page takes memory when it is written
-            self._missing = set(range(-(-size // _FETCH_UNIT_BYTES)))
         self.view = memoryview(self._map)
         """All bytes. Writes do not change the file. A remote file has only the bytes that were fetched."""
 
     def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
         """The requests that fetch bytes ``begin`` to ``end`` in whole blocks: begin and end of each."""
         runs: list[tuple[int, int]] = []
-        for block in range(begin // _FETCH_UNIT_BYTES, -(-end // _FETCH_UNIT_BYTES)) if self._missing else ():
+        if isinstance(self._path, Path):
+            return runs
+        for block in range(begin // _FETCH_UNIT_BYTES, -(-end // _FETCH_UNIT_BYTES)):
             at, stop = block * _FETCH_UNIT_BYTES, min((block + 1) * _FETCH_UNIT_BYTES, self._size)
-            if block not in self._missing:
+            if block in self.fetched:
                 continue
             if runs and runs[-1][1] == at and stop - runs[-1][0] <= _FETCH_BYTES:
                 runs[-1] = (runs[-1][0], stop)
@@ -151,7 +153,7 @@ class MappedFile:
         if len(data) != stop - at:
             raise OSError(f"{self._path} returned {len(data)} of {stop - at} bytes from byte {at}.")
         self.view[at:stop] = data
-        self._missing.difference_update(range(at // _FETCH_UNIT_BYTES, -(-stop // _FETCH_UNIT_BYTES)))
+        self.fetched.update(range(at // _FETCH_UNIT_BYTES, -(-stop // _FETCH_UNIT_BYTES)))
 
 
 def fetch_all(ranges: Iterable[tuple[MappedFile, int, int]]) -> None:
