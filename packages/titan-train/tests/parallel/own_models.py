@@ -84,6 +84,31 @@ class Recurrent(nn.Module):
         return self.unembed(x)
 
 
+class Staged(nn.Module):
+    """Is cut into pipeline stages, with names of its own."""
+
+    first_stage_parts, last_stage_parts = ("words", "places"), ("final", "unembed")
+
+    def __init__(self, vocab_size, width=32):
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocab_size, width), nn.Embedding(64, width)
+        self.layers = nn.ModuleDict({str(i): Unit(width, 4) for i in range(4)})
+        self.final = nn.LayerNorm(width)
+        self.unembed = nn.Linear(width, vocab_size, bias=False)
+
+    def forward(self, tokens):
+        x = tokens
+        if self.words is not None:
+            x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.unembed is None else self.unembed(self.final(x))
+
+
+class Unnamed(Staged):
+    first_stage_parts, last_stage_parts = ("tok_embeddings",), ("lm_head",)
+
+
 PLAIN_TABLE = {
     "words": "embedding",
     "places": "positions",

@@ -6,9 +6,12 @@ from pathlib import Path
 import composition
 import pytest
 from composition_check import compare, failures
-from own_models import PLAIN_TABLE
+from own_models import PLAIN_TABLE, Staged, Unnamed
 from titan_testing import run_ranks
 from titan_train import use_code
+from titan_train.config import parse_config
+from titan_train.parallel.stages import check_can_be_cut
+from titan_train.planner.memory.ranks import rehearse
 
 UNPACKED = {"document_mask": False}  # these models take tokens alone
 MODELS = {
@@ -99,6 +102,27 @@ def test_a_block_that_torch_does_not_capture_is_compiled_in_pieces(folder, check
         for more in ({}, compiled)
     )
     assert pieces[0] == pytest.approx(eager[0], rel=1e-6)  # float32: order of summation
+
+
+def test_a_users_model_is_cut_into_stages_by_the_names_of_its_parts(folder):
+    single, *staged = (
+        run_ranks(run, ranks, folder, f"{ranks} stages", sections({}, parallel, name="Staged"), init=ranks > 1)
+        for ranks, parallel in ((1, {}), (2, {"pp": 2}))
+    )
+    assert not failures(compare(single[0], staged[0]), float8=False)
+
+
+def test_a_stage_of_a_users_model_is_rehearsed_on_hidden_states(folder):
+    use_code([str(Path(__file__).parent)])
+    tree = composition.tree(folder, "rehearsed", sections({"vocab_size": 260}, {"pp": 2}, name="Staged"))
+    first, second = rehearse(parse_config(tree), 2)
+    assert first.activations > 0 < second.activations
+
+
+def test_a_users_model_whose_ends_are_not_known_is_not_cut_into_stages():
+    check_can_be_cut(Staged(8))
+    with pytest.raises(ValueError, match="first_stage_parts"):
+        check_can_be_cut(Unnamed(8))
 
 
 def warnings_of(folder, tree):

@@ -70,7 +70,7 @@ class Traits:
     """`take_stage(layers, first=, last=)` returns a copy of what one pipeline stage holds, for a model that is cut in a way
     of its own."""
     holds_embedding: bool | None = None
-    """Whether this stage takes tokens; None means that it does unless `tok_embeddings` is None."""
+    """Whether this stage takes tokens; None means that it does unless its `first_stage_parts` are None."""
     published: Mapping[str, Any] | None = None
     """Of a model of transformers: the content of its `config.json`. Set by titan-train, like the next three."""
     plan: Any = None

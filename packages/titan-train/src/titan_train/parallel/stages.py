@@ -98,9 +98,10 @@ def check_can_be_cut(model: nn.Module) -> None:
     """Refuse a model that does not follow this module's protocol.
 
     Raises:
-        ValueError: It has no ``layers``, keyed by number, and no ``take_stage`` of its own.
+        ValueError: It has no ``layers``, keyed by number, or no part of its first or last stage alone, and no ``take_stage``.
     """
-    if traits_of(model).take_stage is not None:
+    traits = traits_of(model)
+    if traits.take_stage is not None:
         return
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleDict) or not all(key.isdecimal() for key in layers):
@@ -109,6 +110,15 @@ def check_can_be_cut(model: nn.Module) -> None:
             "keys '0', '1', …, and a forward that takes hidden states where its embedding is None (see the guide on your "
             "own model)."
         )
+    for attribute, parts in (
+        ("first_stage_parts", traits.first_stage_parts),
+        ("last_stage_parts", traits.last_stage_parts),
+    ):
+        if not any(isinstance(getattr(model, name, None), nn.Module) for name in parts):
+            raise ValueError(
+                f"parallel.pp: {type(model).__name__} has no module {' or '.join(parts)}, so all stages would hold both its "
+                f"embedding and its head. Name yours in an attribute {attribute} of the model, such as ('embed',) or ('head',)."
+            )
 
 
 def take_stage(whole: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
@@ -121,6 +131,15 @@ def take_stage(whole: nn.Module, layers: range, *, first: bool, last: bool) -> n
     kept = nn.ModuleDict({str(number): cast(nn.ModuleDict, whole.layers)[str(number)] for number in layers})
     stage._modules = {name: None if name in gone else part for name, part in whole._modules.items()} | {"layers": kept}
     return copy.deepcopy(stage)  # parts that other stages hold are not copied
+
+
+def takes_tokens(stage: nn.Module) -> bool:
+    """Whether a stage, or a whole model, takes tokens; the others take hidden states."""
+    traits = traits_of(stage)
+    if traits.holds_embedding is not None:
+        return traits.holds_embedding
+    parts = [getattr(stage, name) for name in traits.first_stage_parts if hasattr(stage, name)]
+    return not parts or any(part is not None for part in parts)
 
 
 def take_parts(config: Config, whole: nn.Module, schedule: Schedule | None, mesh: Mesh | None) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from titan_pipeline import Schedule, verify
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.models import count_parameters
+from titan_train.models import accepted_inputs, count_parameters
 from titan_train.models.build import build_model
 from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.moe.routed import expert_stacks
@@ -39,7 +39,7 @@ from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
 from titan_train.parallel.layout.degrees import Mode, wrapped_over
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.param_shard import slice_parameter
-from titan_train.parallel.stages import layers_of, stage_layers, take_stage
+from titan_train.parallel.stages import layers_of, stage_layers, take_stage, takes_tokens
 from titan_train.parallel.structure import blocks_of, freeze, hold_weights
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, table_for
@@ -467,8 +467,7 @@ class RankProgram:
             part.register_forward_pre_hook(lambda _, given, kwargs: (given, {**kwargs, **named}), with_kwargs=True)
             return tuple(tensor.to("meta").requires_grad_(tensor.requires_grad) for tensor in args)
         seq_len = self.config.model.seq_len // spec.cp
-        takes_tokens = traits_of(part).holds_embedding
-        if getattr(part, "tok_embeddings", part) is not None if takes_tokens is None else takes_tokens:
+        if takes_tokens(part):
             return (torch.zeros(rows, seq_len, dtype=torch.int64, device="meta"),)
         traits = traits_of(self.whole)
 
@@ -478,7 +477,8 @@ class RankProgram:
             ids = {"token_ids": positions.expand(rows, -1)} if traits.stages_read_tokens else {}
             return args, {**kwargs, "positions": positions, **ids}
 
-        part.register_forward_pre_hook(with_rows, with_kwargs=True)
+        if accepted_inputs(part, ("positions",)):
+            part.register_forward_pre_hook(with_rows, with_kwargs=True)
         width = next(module.embedding_dim for module in self.whole.modules() if isinstance(module, nn.Embedding))
         cut = spec.tp if self.config.parallel.sequence_parallel else 1
         streams = (traits.streams,) if traits.streams > 1 else ()
