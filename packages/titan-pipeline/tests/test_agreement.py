@@ -64,9 +64,10 @@ def test_different_schedules_are_refused_on_all_ranks(kind, swapped):
 def refuses(transport):
     """The middle one of three ranks holds the same stages in a loop and in a V, and has nothing against the swap."""
     loop, turned = build_schedule("interleaved_1f1b", 3, 6), build_schedule("zbv", 3, 6)
-    executor = Executor(loop, stages_for(loop, transport.rank), transport, hang_timeout_s=5)
+    executor = Executor(loop, stages_for(loop, transport.rank), transport, hang_timeout_s=45)
     with pytest.raises((ValueError, PipelineAborted), match="Build those, or use a schedule with this placement"):
         executor.swap(turned)
+    assert all(stage.deferred_share == 0 for stage in executor.stages.values()), "not split, as before"
     data = [torch.ones(1, 2)] * 6
     return executor.step(data, data).loss
 
@@ -89,7 +90,7 @@ def test_a_swapped_schedule_is_not_measured_by_the_step_before():
 
     def work(transport):
         stages = stages_for(schedule, transport.rank)
-        executor = Executor(schedule, stages, transport, trace=True, hang_timeout_s=5)
+        executor = Executor(schedule, stages, transport, trace=True, hang_timeout_s=45)
         executor.step(data, data)
         executor.swap(eager)
         with pytest.raises(RuntimeError, match="run a training step first"):

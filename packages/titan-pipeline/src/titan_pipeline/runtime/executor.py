@@ -151,21 +151,29 @@ class Executor:
 
     def _use(self, schedule: Schedule) -> None:
         """Agree with the other ranks on a schedule that was checked, and take it."""
-        split = {a.stage for a in schedule.ranks[self.rank] if a.kind is Kind.I}
-        if self._split and self._split != split:  # stages that share a layer have wrapped it one over the other
-            for stage in reversed(tuple(self.stages.values())):
-                stage.configure(False)
-        for stage in self.stages.values():
-            stage.configure(stage.index in split)
-        self._split = split
-        with self._meeting():
-            self.deferred = agree(schedule, self.stages, self.transport)
+        before = self._split
+        self._configure({a.stage for a in schedule.ranks[self.rank] if a.kind is Kind.I})
+        try:
+            with self._meeting():
+                self.deferred = agree(schedule, self.stages, self.transport)
+        except (ValueError, PipelineAborted):  # the schedule of before stays
+            self._configure(before)
+            raise
         if self.deferred is not None:
             warn_of_low_shares(schedule, self.deferred, self.stages)
         self.spans = []
         self.schedule = schedule
         self._program = compile_program(schedule, self.rank)
         self._forward_program = None
+
+    def _configure(self, split: set[int]) -> None:
+        """Have these stages run their backwards in two halves, and no others."""
+        if self._split and self._split != split:  # stages that share a layer have wrapped it one over the other
+            for stage in reversed(tuple(self.stages.values())):
+                stage.configure(False)
+        for stage in self.stages.values():
+            stage.configure(stage.index in split)
+        self._split = split
 
     def step(
         self,
@@ -310,7 +318,9 @@ class Executor:
 
     def _run(self, program: Program, batch: StepBatch) -> tuple[PipelineResult, dict[int, Any]]:
         if self._broken:
-            raise RuntimeError("the last step failed. Call reset() on every rank before the next one.")
+            raise RuntimeError(
+                "the last step failed. Call reset() and the optimizer's zero_grad() on every rank before the next one."
+            )
         transport, training = self.transport, batch.training
         run = StepRun(
             program, batch, self.stages, transport, self._count, self._clock if self.trace else None, self.around

@@ -67,7 +67,7 @@ class PipelineAborted(RuntimeError):
         then = (
             "The ranks cannot meet any more: restart the job"
             if failure.hung
-            else "Call reset() on every rank before the next step"
+            else "Call reset() and the optimizer's zero_grad() on every rank before the next step"
         )
         super().__init__(f"{str(failure).rstrip('.')}. This rank stopped too. {then}.")
         self.failure = failure
