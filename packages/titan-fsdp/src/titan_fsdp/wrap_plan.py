@@ -42,7 +42,7 @@ class WrapPlan(PlanData):
         Args:
             microbatches: Forward-backward passes in the step.
             keep: What `accumulate` keeps between them.
-            mesh: The mesh whose units are counted, by its name in the policy; None is the plan's own.
+            mesh: The mesh whose units are counted, by its name in the policy; None is the plan's own, "all" counts all.
         """
         return planned_collectives(self, microbatches, keep, mesh=mesh)
 

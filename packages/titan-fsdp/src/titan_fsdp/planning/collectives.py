@@ -57,7 +57,7 @@ def planned_collectives(
         plan: The plan.
         microbatches: Forward-backward passes in the step.
         keep: What `accumulate` keeps between them.
-        mesh: The mesh whose units are counted, by its name in the policy; None is the plan's own.
+        mesh: The mesh whose units are counted, by its name in the policy; None is the plan's own, "all" counts all.
     """
     check_keep(keep)
     if microbatches < 1:
