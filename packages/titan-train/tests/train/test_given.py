@@ -247,3 +247,25 @@ def test_a_validation_without_a_label_has_no_loss(tmp_path):
     sections = {"validation": {"every": 1, "steps": 1, "sample_tokens": 0}}
     with Trainer(config(tmp_path, "silent", **sections), data=batches(), validation_data=silent) as trainer:
         assert math.isnan(trainer._measure_held_out()[0].loss)
+
+
+def test_rows_that_sequence_parallelism_cannot_share_are_refused_by_their_length():
+    rows = [(torch.zeros(ROWS, length, dtype=torch.int64),) * 2 for length in (6, 7)]
+    loader = IteratedBatches(
+        rows, ramp=BatchRamp((ROWS,)), dp_size=1, rows=ROWS, seq_len=8, fixed=False, vocab_size=None,
+        device=torch.device("cpu"), multiple_of=2,
+    )  # fmt: skip
+    assert next(loader).tokens.shape == (ROWS, 6)
+    with pytest.raises(ValueError, match="rows of 7 tokens"):
+        next(loader)
+
+
+def short_rows(folder):
+    ids = [torch.randint(0, 256, (ROWS, length)) for length in (LENGTH, 30, 31)]
+    with Trainer(config(folder, "short", parallel={"tp": 2}), data=[(x, x) for x in ids]) as trainer:
+        trainer.fit()
+
+
+def test_a_run_under_sequence_parallelism_takes_rows_of_even_lengths_only(tmp_path):
+    with pytest.raises(Exception, match="ValueError: data gave rows of 31 tokens"):
+        run_ranks(short_rows, 2, tmp_path)

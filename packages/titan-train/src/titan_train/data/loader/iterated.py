@@ -36,6 +36,7 @@ class IteratedBatches:
         ramp: Samples of an optimizer step over all ranks.
         dp_size: Number of data-parallel ranks.
         dp_rank: This one.
+        multiple_of: S must be a multiple of it: of the ranks that share a row under sequence parallelism.
         rows: B of a microbatch.
         seq_len: The largest S; the only one if ``fixed``.
         fixed: Every microbatch must be of S = ``seq_len``, as pipeline and context parallelism need it.
@@ -62,6 +63,7 @@ class IteratedBatches:
         steps: int | None = None,
         name: str = "data",
         dp_rank: int = 0,
+        multiple_of: int = 1,
     ) -> None:
         if not isinstance(cast("object", batches), Iterable):
             raise ValueError(
@@ -77,6 +79,7 @@ class IteratedBatches:
             vocab_size,
             device,
         )
+        self._multiple_of = multiple_of
         self._iterator: Iterator[Any] | None = None
         self._samples = 0  # of the steps that were taken whole, over all ranks
         self._made = 0  # those steps, since this was built
@@ -191,6 +194,12 @@ class IteratedBatches:
                 f"{self._name} gave tokens of {list(tokens.shape)}, and a microbatch here is [{self._rows}, {self._seq_len}]: "
                 "train.microbatch (train.global_batch over the data-parallel ranks, where it is 0) by model.seq_len"
                 + ("." if self._fixed else " at most.")
+            )
+        if length % self._multiple_of:
+            raise ValueError(
+                f"{self._name} gave rows of {length} tokens, which sequence parallelism cannot split evenly over the "
+                f"{self._multiple_of} ranks of parallel.tp. Pad to a multiple (pad_to_multiple_of in collators of transformers), "
+                "with labels of -100."
             )
         if self._vocab_size is not None and tokens.device.type == "cpu" and int(tokens.max()) >= self._vocab_size:
             raise ValueError(
