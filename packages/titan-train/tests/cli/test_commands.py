@@ -19,6 +19,7 @@ from titan_fp8.dispatch import BackendReport
 from titan_train.cli import COMMANDS, REMOVED, main
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
+from titan_train.launch.place.machines import Leader
 from titan_train.train import Trainer
 from titan_train.trust import use_code
 
@@ -336,6 +337,11 @@ def test_a_run_that_may_not_resume_is_refused_on_every_machine(tmp_path, run_dir
     assert main([*words, "--launch.endpoint", "127.0.0.1:29577"]) == 2
     assert "checkpoint.resume='never'" in capsys.readouterr().err
     assert json.loads((runs / "machines.json").read_text())["exit_code"] == 1  # what the others wait for
+    follower = [*words, "--launch.endpoint", "127.0.0.1:29577", "--launch.node-rank", "1"]
+    monkeypatch.setattr("titan_train.cli.run._follow", lambda *_: 0)
+    assert main(follower) == 2  # what machine 0 said was said before it listened
+    Leader(runs, 2).attempt(0, (0, 1))
+    assert main(follower) == 0  # it comes back to a run that is under way
 
 
 def test_a_users_own_module_trains_by_dotted_path(tmp_path, monkeypatch, run_dir):

@@ -135,6 +135,10 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_
         return 0
 
     if config.launch.launcher == "machines" and config.launch.node_rank > 0:
+        from titan_train.launch.place.machines import is_led
+
+        if not is_led(run_dir):  # machine 0 may refuse before this one listens; one that comes back to the run goes on
+            check_unused(config, run_dir)
         return _follow(config, per_node)
     if config.launch.launcher == "ray" and config.launch.ray.on_cluster and not kept:
         _refuse_rewind(resume_step, "a Ray cluster")

@@ -372,6 +372,12 @@ class _Follower:
         return NodeJob.of(attempt, place, self._per_node, self._device, store=launch.endpoint)
 
 
+def is_led(run_dir: Path) -> bool:
+    """Whether machine 0 is at work on the run."""
+    there = _announcement(run_dir)
+    return there is not None and there.exit_code is None and time.time() - there.time < _DEAD_S
+
+
 def answer_file(run_dir: Path, machine: int) -> Path:
     """Where a machine answers calls and reports."""
     return run_dir / f"machine-{machine}.json"
