@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from titan_train.config import DataConfig, SourceConfig
 from titan_train.data import DataLoader, MalformedInputError, PackedDataset, build_datasets, prepare
+from titan_train.data.sources.document import CorpusFile
 from titan_train.data.stream.token_stream import TokenStream
 from titan_train.tokenizers import ByteTokenizer
 
@@ -132,6 +133,19 @@ def test_a_resume_reads_nothing_of_the_files_before_it(tmp_path, monkeypatch):
     batches(dataset_of(source_of(folder), tmp_path / "b"), 1, state=state)
     assert opened
     assert opened[0] == state["streams"]["web"][1]["file"]
+
+
+def test_a_stream_asks_the_disk_once_for_each_file_when_it_opens_however_many_blocks_it_keeps(tmp_path, monkeypatch):
+    folder = write_files(tmp_path / "text", num_files=6)
+    dataset = dataset_of(source_of(folder), tmp_path / "cache")
+    batches(dataset, 30)
+    dataset.close()
+    asked = []
+    monkeypatch.setattr(
+        CorpusFile, "stamp", lambda file, plain=CorpusFile.stamp: asked.append(file.name) or plain(file)
+    )
+    dataset_of(source_of(folder), tmp_path / "cache").close()
+    assert sorted(asked) == [f"{number}.jsonl" for number in range(6)]
 
 
 def test_new_files_may_come_last_and_other_changes_are_refused(tmp_path):

@@ -18,7 +18,7 @@ from titan_train.data.shards.format import ShardInfo, ShardWriter
 from titan_train.data.shards.token_source import ShardedTokens
 from titan_train.data.sources.chat import Conversations
 from titan_train.data.sources.documents import list_files
-from titan_train.data.stream.reader import StreamCursor, StreamReader
+from titan_train.data.stream.reader import Stamp, StreamCursor, StreamReader, stamps_of
 from titan_train.tokenizers import Tokenizer
 
 # Ranks stand at most a step apart; a block removed before somebody reads it is made again.
@@ -34,7 +34,7 @@ class _Record:
     begins: StreamCursor | None
     """None begins at the first document."""
     next: StreamCursor
-    files: list[tuple[str, int, int]]
+    files: list[Stamp]
     """Stamps of the files it was read from."""
     shard: ShardInfo
 
@@ -99,7 +99,7 @@ class StreamBlocks:
         Raises:
             ValueError: If the files are not those that it was read from.
         """
-        cursor.file_number(self._files, self._source.name)
+        cursor.file_number(stamps_of(self._files), self._source.name)
         self._given[number] = cursor
 
     def _make(self, number: int) -> ShardedTokens:
@@ -164,14 +164,14 @@ class StreamBlocks:
     def _known(self, number: int) -> dict[int, StreamCursor | None]:
         """Where blocks up to ``number`` begin, as far as it is known and their files are unchanged."""
         known: dict[int, StreamCursor | None] = {0: None}
-        for record in self._records():
-            if record.block < number and self._is_current(record):
-                known[record.block + 1] = record.next
+        if before := [record for record in self._records() if record.block < number]:
+            stamps = stamps_of(self._files)
+            known |= {record.block + 1: record.next for record in before if self._is_current(record, stamps)}
         return known | {block: cursor for block, cursor in self._given.items() if block <= number}
 
     def _on_disk(self, number: int) -> ShardedTokens | None:
         record = next((record for record in self._records() if record.block == number), None)
-        if record is None or not self._is_current(record):
+        if record is None or not self._is_current(record, stamps_of(self._files)):
             return None
         if record.begins != self._given.get(number, record.begins):
             return None
@@ -191,16 +191,15 @@ class StreamBlocks:
             not_learned_from=None if self._chats is None else self._tokenizer.vocab_size,
         )
 
-    def _is_current(self, record: _Record) -> bool:
-        """Whether the files it was read from, and those before them, are unchanged."""
-        stamps = [file.stamp() for file in self._files]
+    def _is_current(self, record: _Record, stamps: list[Stamp]) -> bool:
+        """Whether the files it was read from, and those before them, are unchanged, by the stamps of all files."""
         if not set(record.files) <= set(stamps):
             return False
         began = 0 if record.begins is None else record.begins.epoch
         if record.next.epoch > began and stamps[-1] not in record.files:  # a file was added behind those of that pass
             return False
         try:
-            record.next.file_number(self._files, self._source.name)
+            record.next.file_number(stamps, self._source.name)
         except ValueError:
             return False
         return True
@@ -208,7 +207,10 @@ class StreamBlocks:
     def _forget_outdated(self) -> None:
         """Drop the first block whose files have changed, and those behind it, which may begin elsewhere now."""
         records = sorted(self._records(), key=lambda record: record.block)
-        current = list(takewhile(self._is_current, records))
+        if not records:
+            return
+        stamps = stamps_of(self._files)
+        current = list(takewhile(lambda record: self._is_current(record, stamps), records))
         if len(current) < len(records):
             self._folder.write(current, sync=False)
 

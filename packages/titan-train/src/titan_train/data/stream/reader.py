@@ -24,6 +24,8 @@ from titan_train.tokenizers import Tokenizer
 
 Tokens = npt.NDArray[np.int32]
 Count = Annotated[int, Field(ge=0)]
+Stamp = tuple[str, int, int]
+"""Of a file, `CorpusFile.stamp`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +45,20 @@ class StreamCursor:
     before: str
     """Hash (hex) of the names and sizes of the files before this one."""
 
-    def file_number(self, files: Sequence[CorpusFile], source: str) -> int:
-        """Which of ``files`` it lies in.
+    def file_number(self, stamps: Sequence[Stamp], source: str) -> int:
+        """Which of the stream's files it lies in, given the stamps of all.
 
         Raises:
             ValueError: If that file, or one before it, is not the one that was read.
         """
-        numbers = [number for number, file in enumerate(files) if file.name == self.file]  # folders may share names
+        numbers = [number for number, (name, *_) in enumerate(stamps) if name == self.file]  # folders may share names
         if not numbers:
             raise ValueError(
                 f"the stream of source {source!r} was at {self.file!r}, line {self.line}, which is no longer among its "
-                f"{len(files)} files. Restore the file, or start a new run."
+                f"{len(stamps)} files. Restore the file, or start a new run."
             )
         for number in numbers:
-            if files_before(files, number) == self.before:
+            if _hash_of(stamps[:number]) == self.before:
                 return number
         raise ValueError(
             f"the stream of source {source!r} was at {self.file!r}, line {self.line}, but a file before it in the order of "
@@ -80,10 +82,14 @@ def cursor_from_json(content: Any) -> StreamCursor:
         raise ValueError(f"{content!r} is not a place in a stream.") from err
 
 
-def files_before(files: Sequence[CorpusFile], number: int) -> str:
-    """Hash (hex) of the names and sizes of the first ``number`` files."""
-    stamps = [file.stamp()[:2] for file in files[:number]]
-    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:32]
+def stamps_of(files: Sequence[CorpusFile]) -> list[Stamp]:
+    """What the disk says of each file now: a question for each, which a network disk may take long to answer."""
+    return [file.stamp() for file in files]
+
+
+def _hash_of(stamps: Sequence[Stamp]) -> str:
+    """Hash (hex) of names and sizes."""
+    return hashlib.sha256(json.dumps([stamp[:2] for stamp in stamps]).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,9 @@ class StreamReader:
         self._bad = bad
         bad.begin_pass()
         self._whole_pass = start is None  # a share of what follows a resume is not that of the source
-        first = _Place(0, 0) if start is None else _Place(start.epoch, start.file_number(self._files, source.name))
+        first = _Place(0, 0)
+        if start is not None:
+            first = _Place(start.epoch, start.file_number(stamps_of(self._files), source.name))
         self._line, self._byte = (1, 0) if start is None else (start.line, start.byte)
         self._skip = 0 if start is None else start.skip
         self.stored = DocumentTokens(config, tokenizer, chats)
@@ -147,7 +155,7 @@ class StreamReader:
         self._items = encode_in_order(self._in_turn(first), tokenizer, config.num_threads)
         self._held: tuple[int, int, Tokens] | None = None  # the document in progress: its line, byte and tokens
         self._used = 0  # tokens of it that were given
-        self.touched: list[tuple[str, int, int]] = []
+        self.touched: list[Stamp] = []
         """Stamps of the files that the last `take` read from."""
 
     def take(self, count: int) -> tuple[list[Tokens], StreamCursor]:
@@ -219,7 +227,7 @@ class StreamReader:
             line=line,
             byte=byte,
             skip=self._used,
-            before=files_before(self._files, place.file),
+            before=_hash_of(stamps_of(self._files[: place.file])),
         )
 
     def close(self) -> None:
