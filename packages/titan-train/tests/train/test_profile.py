@@ -163,10 +163,11 @@ def test_a_malformed_range_is_refused(steps):
         ProfileConfig(steps=steps)
 
 
-def test_a_run_that_ends_within_the_steps_to_trace_has_a_trace_up_to_its_end(tmp_path):
+def test_training_that_ends_within_the_steps_to_trace_has_one_trace_up_to_there(tmp_path):
     write_text(tmp_path)
-    config = tiny_run(tmp_path, "short", train={"steps": 3, "global_batch": 4}, profile={"steps": "2:9"})
+    config = tiny_run(tmp_path, "short", train={"steps": 5, "global_batch": 4}, profile={"steps": "2:9"})
     with Trainer(config) as trainer:
+        trainer.fit(until=3)
         trainer.fit()
     with gzip.open(trace_file(trainer.run_dir, 0), "rt") as file:
         assert json.load(file)["titan"]["steps"] == [2, 3]

@@ -56,7 +56,7 @@ class StepProfile(Observer):
 
     def on_step_start(self, step: int) -> None:
         """Start, if ``step`` is the first to trace. Collective then."""
-        if self._profiler is not None or not self._first <= step <= self._last:
+        if self._from or not self._first <= step <= self._last:  # once, though `fit` may be called again
             return
         self._offset_s = clock_offset(self.run.device)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.run.device.type == "cuda" else [])]
