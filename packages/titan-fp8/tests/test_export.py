@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Tensor]:
     (length,) = struct.unpack("<Q", raw[:8])
     assert length % 8 == 0
     header = json.loads(raw[8 : 8 + length])
-    assert header.pop("__metadata__") == {"format": "pt"}
+    assert header.pop("__metadata__") == {"format": "pt", "written_by": "titan_fp8"}
     data, tensors, end = bytearray(raw[8 + length :]), {}, 0
     for name, entry in header.items():
         begin, stop = entry["data_offsets"]
@@ -109,6 +109,36 @@ def test_nothing_stays_of_an_export_in_another_number_of_files(tmp_path: Path) -
     for most in (5 * 10**9, 50_000, 20_000, 5 * 10**9):
         files = titan_fp8.export_hf_fp8(model, tmp_path, max_file_bytes=most)
         assert sorted(tmp_path.iterdir()) == sorted(files)
+
+
+OTHERS = ("model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_folder_with_weights_of_others_is_refused_and_stays_as_it_is(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"original")
+    with pytest.raises(ValueError, match=r"holds 1 .* without the mark .* Give another folder"):
+        titan_fp8.export_hf_fp8(build(), tmp_path)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(name, b"original")]
+
+
+def test_an_export_leaves_copies_of_weights_under_names_that_loaders_do_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.bak").write_bytes(b"original")
+    titan_fp8.export_hf_fp8(build(), tmp_path)
+    assert (tmp_path / "model.safetensors.bak").read_bytes() == b"original"
+
+
+def refused_on_rank_0(folder: str) -> None:
+    if torch.distributed.get_rank() == 0:  # machines may have folders of their own
+        (Path(folder) / "0").mkdir()
+        (Path(folder) / "0" / "model.safetensors").write_bytes(b"original")
+    with pytest.raises(ValueError, match=r"holds 1 .* without the mark"):
+        export_sharded(f"{folder}/{torch.distributed.get_rank()}")
+
+
+def test_what_rank_0_refuses_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(refused_on_rank_0, 2, str(tmp_path))
+    assert (tmp_path / "0" / "model.safetensors").read_bytes() == b"original"
 
 
 def test_the_safetensors_package_reads_the_same(tmp_path: Path) -> None:

@@ -38,6 +38,11 @@ _SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
 }
 
+_WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
+"""What loaders look for."""
+_WRITTEN_BY = {"written_by": "titan_fp8"}
+"""In the metadata of files of weights and of their index: a later export may replace them."""
+
 
 class _Entry(NamedTuple):
     name: str
@@ -75,8 +80,8 @@ def export_hf_fp8(
 
     Args:
         model: Its `Float8Linear` layers are written in float8, with any recipe; all else as it is.
-        folder: Made if it is missing. Files appear under their names only when complete; then weights of an earlier export
-            under other names are removed.
+        folder: Made if it is missing. Files appear under their names only when complete; then those of an earlier export
+            under other names are removed. A ``config.json`` is replaced.
         config: The rest of ``config.json``.
         rename: From this model's names to the published architecture's.
         max_file_bytes: Start another file beyond this size.
@@ -85,13 +90,15 @@ def export_hf_fp8(
         The files that make up the checkpoint, on every rank.
 
     Raises:
-        ValueError: If two tensors get one name, the model has no float8 layer, or a tensor has a dtype that
-            safetensors lacks.
+        ValueError: If two tensors get one name, the model has no float8 layer, a tensor has a dtype that safetensors
+            lacks, or the folder holds weights without the mark of an export. Nothing is written then.
     """
     sources, skipped = _plan(model, rename)
     files = _split(sources, max_file_bytes)
     folder = Path(folder)
     writes = not dist.is_initialized() or dist.get_rank() == 0
+    earlier = [path for pattern in _WEIGHTS for path in folder.glob(pattern)] if writes else []
+    _refuse_others(folder, earlier, sources)
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / _file_name(i, len(files)) for i in range(len(files))]
@@ -104,7 +111,7 @@ def export_hf_fp8(
         total = sum(source.num_bytes for source in sources)
         paths.append(folder / "model.safetensors.index.json")
         if writes:
-            _write_json(paths[-1], {"metadata": {"total_size": total}, "weight_map": index})
+            _write_json(paths[-1], {"metadata": {**_WRITTEN_BY, "total_size": total}, "weight_map": index})
     paths.append(folder / "config.json")
     if writes:
         quantization = {
@@ -115,11 +122,33 @@ def export_hf_fp8(
             "modules_to_not_convert": skipped,
         }
         _write_json(paths[-1], {**(config or {}), "quantization_config": quantization})
-        # Of an export in another number of files: loaders would read them before the new ones, or with them.
-        for old in (*folder.glob("model-*-of-*.safetensors"), *folder.glob("model.safetensors*")):
+        for old in earlier:  # in another number of files: loaders would read them before the new ones, or with them
             if old not in paths:
                 old.unlink()
     return paths
+
+
+def _refuse_others(folder: Path, found: list[Path], sources: list[_Source]) -> None:
+    """Raise, on every rank that takes part in the gathers, if rank 0 found files of weights that no export wrote."""
+    others = torch.tensor(sum(not _is_export(path) for path in found))
+    for mesh in dict.fromkeys(source.tensor.device_mesh for source in sources if is_dtensor(source.tensor)):
+        others = others.to(mesh.device_type)
+        for group in mesh.get_all_groups():
+            dist.all_reduce(others, op=dist.ReduceOp.MAX, group=group)
+    if count := int(others):
+        raise ValueError(
+            f"{folder} holds {count} files ({', '.join(_WEIGHTS)}) without the mark of export_hf_fp8, such as a model's "
+            "original weights, and an export would replace them. Give another folder, or move those files out of this one."
+        )
+
+
+def _is_export(path: Path) -> bool:
+    """Whether an export wrote a file of weights or their index: the mark is among its first bytes."""
+    try:
+        with path.open("rb") as file:
+            return json.dumps(_WRITTEN_BY).strip("{}").encode() in file.read(128)
+    except OSError:  # a link to nowhere, or a folder
+        return False
 
 
 def _plan(model: nn.Module, rename: Callable[[str], str]) -> tuple[list[_Source], list[str]]:
@@ -175,7 +204,7 @@ def _write_file(path: Path, sources: list[_Source], writes: bool) -> None:
         for source in sources:
             _whole(source.tensor)  # its part in the gather
         return
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **_WRITTEN_BY}}
     offset = 0
     for entry in (entry for source in sources for entry in source.entries):
         header[entry.name] = {
