@@ -80,6 +80,8 @@ REFUSALS = (
             {"metrics": {"activations_every": 10}, "float8": {"recipe": "blockwise"}, "compile": {"enabled": True}}, ranks=1),
     Refusal("offloaded activations of compiled blocks", {"activations": {"offload": True}, "compile": {"enabled": True}}),
     Refusal("a memory budget without compilation", {"activations": {"checkpoint": "budget"}}),
+    Refusal("a float8 head that computes the loss",
+            {"float8": {"recipe": "blockwise", "min_speedup": 0.0, "skip": ["layers.0"]}, "parallel": {"pp": 2}}),
     Refusal("float8 all-gather of scales that span ranks", {"float8": {"recipe": "rowwise", "all_gather": "on"}}),
     Refusal("float8 all-gather of weights that stay sharded over some ranks",
             {"float8": {"recipe": "blockwise", "all_gather": "on"}, "parallel": {"reshard": 2}}),

@@ -1,8 +1,10 @@
 """What a model cannot do under a layout: refused with one error, before any rank starts. Each feature has its own check."""
 
+import copy
 import re
 from typing import Any
 
+import titan_fp8
 import torch
 from titan_mesh import Layout
 from torch import Tensor, nn
@@ -18,8 +20,9 @@ from titan_train.parallel.compiled import check_backend, check_cudagraphs, check
 from titan_train.parallel.context_checks import check_context_parallel
 from titan_train.parallel.data_parallel import check_wrapping
 from titan_train.parallel.expert.apply import check_expert_parallel
-from titan_train.parallel.float8 import check_float8
-from titan_train.parallel.layout.batch import BatchPlan
+from titan_train.parallel.float8 import check_float8, convert_to_float8, skip_patterns
+from titan_train.parallel.head_loss import fuse_head_loss
+from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
 from titan_train.parallel.qk_clip import check_qk_clip
 from titan_train.parallel.stages import check_stages
 from titan_train.parallel.tensor.checks import check_tensor_parallel
@@ -59,6 +62,7 @@ def check_model(
     spec, parallel = layout.spec, config.parallel
     check_float8(config, model)
     config = meaning_all_copies(config, model)
+    _check_head(config, layout, batch, model)
     check_backend(config.compile.backend)
     check_recorded(config)
     check_cudagraphs(config, layout, model)
@@ -96,6 +100,19 @@ def check_model(
         check_context_parallel(config, layout, batch, model)
     check_stages(config, layout, batch, model)
     check_gather(config)
+
+
+def _check_head(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module) -> None:
+    """Refuse a float8 head that is to compute the loss, as the ranks that hold it would."""
+    name, float8 = traits_of(model).loss_head, config.float8
+    if float8.recipe == "none" or not config.train.fused_loss or name is None:
+        return
+    if titan_fp8.matching_pattern(name, skip_patterns(model, float8)) is not None:
+        return
+    tried = copy.deepcopy(model)
+    tokens = tokens_at_once(batch, config, layout)
+    convert_to_float8(tried, float8, tokens=tokens, fuse_norms=False, eager=not config.compile.enabled)
+    fuse_head_loss(tried, z_loss=0.0, vocab_size=0)
 
 
 def _try_own_forward(config: Config, model: nn.Module, vocab_size: int | None) -> None:

@@ -288,7 +288,7 @@ def convert_to_float8(
     Raises:
         ValueError: The recipe's weights cannot be gathered in float8 as asked.
     """
-    skip = _skipped(model, config)
+    skip = skip_patterns(model, config)
     report = titan_fp8.convert_to_float8(
         model,
         config.recipe,
@@ -368,7 +368,8 @@ def check_skip(model: nn.Module, config: Float8Config) -> None:
             )
 
 
-def _skipped(model: nn.Module, config: Float8Config) -> Sequence[str]:
+def skip_patterns(model: nn.Module, config: Float8Config) -> Sequence[str]:
+    """What stays in high precision: as configured, or else as the model says."""
     own = traits_of(model).float8_skip
     return config.skip or (titan_fp8.DEFAULT_SKIP if own is None else own)
 
