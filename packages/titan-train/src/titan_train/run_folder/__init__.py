@@ -3,6 +3,7 @@
     runs/NAME/config.toml     the resolved configuration
               run.json        versions, command, device, times, status of every attempt, settings by step, parent
               tokenizer/      the tokenizer and its chat template
+              vision_index.txt  which index of images and prompts the run began with
               layout.txt      which rank does what
               pipeline.json   one step as the pipeline's ranks ran it
               metrics.jsonl   one line per step

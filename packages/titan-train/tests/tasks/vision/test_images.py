@@ -3,13 +3,15 @@
 import io
 import json
 import tarfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from titan_train.config import parse_config
+from titan_train.config import CheckpointConfig, RunConfig, parse_config
 from titan_train.models.vision_language.args import QWEN3_VL_CONFIGS
 from titan_train.models.vision_language.encoder import image_tokens
+from titan_train.run_folder import run_folder
 from titan_train.tasks.image_files import BrokenImage
 from titan_train.tasks.vision.batches import ImageTextBatches
 from titan_train.tasks.vision.images import fit_grid, image_size, read_image, to_patches
@@ -225,6 +227,32 @@ def test_an_image_that_is_there_by_now_is_taken_when_the_data_is_prepared_again(
     VisionTask().prepare(settings)
     assert len(VisionInputs(settings).train.items) == 2
     assert (prepare_index(settings, ARGS).parent / "quarantine.jsonl").read_text() == ""
+
+
+def test_runs_and_branches_keep_their_samples_when_another_run_takes_a_repaired_image(tmp_path):
+    ask = {"prompt": "colour?", "answer": "red"}
+    write_lines(tmp_path, [ask, ask, {"image": "late.png", **ask}])
+    first, second = (replace(config(tmp_path), run=RunConfig(dir=str(tmp_path / "runs"), name=name)) for name in "ab")
+
+    def begin(settings):
+        VisionTask().prepare(settings)
+        inputs = VisionInputs(settings)
+        checkpoint = run_folder(settings) / "checkpoints" / "step-00000001"
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        inputs.keep(run_folder(settings))
+        (checkpoint / "MANIFEST.json").write_text("{}")
+        return inputs.train.fingerprint
+
+    began = begin(first)
+    picture(tmp_path / "late.png")
+    later = begin(second)
+    assert later != began
+    branch = replace(
+        first, run=replace(first.run, name="c"), checkpoint=CheckpointConfig(start_from=f"{run_folder(first)}@1")
+    )
+    for settings, expected in ((first, began), (second, later), (branch, began)):
+        assert VisionInputs(settings).train.fingerprint == expected
+        assert begin(settings) == expected
 
 
 def test_rows_of_text_alone_still_have_an_image_for_the_encoder(tmp_path):

@@ -3,6 +3,9 @@
 Preparing reads the header of every image, in threads. An image that cannot be read or is too large is quarantined: its line is
 left out, and named with the reason in ``quarantine.jsonl``. What is left becomes an index, with the grid of every image, so
 that the length of every document is known before training.
+
+Runs on the same files share the index. An image that was repaired gives a new one when the next run begins; runs that began
+before, and their branches, go on with theirs, which is kept under a name of what it holds.
 """
 
 import contextlib
@@ -17,17 +20,20 @@ from typing import Any
 import numpy as np
 
 from titan_train.config import Config
+from titan_train.config.published import split_start
 from titan_train.data import cache_folder
 from titan_train.data.prepared import PreparedFolder, content_key
 from titan_train.data.sources.malformed import BadDocument
-from titan_train.files import write_atomic
+from titan_train.files import read_text, write_atomic
 from titan_train.models.vision_language.args import EncoderArgs
+from titan_train.run_folder import newest_checkpoint, run_folder
 from titan_train.tasks.image_files import BrokenImage, read_json_lines
 from titan_train.tasks.vision.images import FloatArray, Pixels, fit_grid, image_size, read_image, thumbnail, to_patches
 from titan_train.tasks.vision.rows import Grid
 
 _THUMBNAIL = 96  # pixels
 _FIELDS = {"prompt", "answer", "image"}
+_INDEX_NAME = "vision_index.txt"  # in a run's folder: the index that it began with
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class Line:
 def prepare_index(config: Config, args: EncoderArgs, *, again: bool = False) -> Path:
     """Read the files and index their usable lines, unless that is done; the index's file.
 
-    With ``again``, it is done anew if an image in quarantine can be read by now.
+    With ``again``, it is done anew for a new run if an image in quarantine can be read by now.
 
     Raises:
         ValueError: A file or a line is not what it should be, or nothing is usable.
@@ -51,15 +57,47 @@ def prepare_index(config: Config, args: EncoderArgs, *, again: bool = False) -> 
     files = list_lines(config.vision.paths)
     folder = PreparedFolder(index_folder(config, args, files), "index.jsonl", str)
 
+    began = _began_with(config)
+    for kept in folder.path.glob("index-*.jsonl"):
+        if kept.stem == began:
+            return kept
+
+    again = again and began is None
+
     def done() -> bool:
         return folder.state_path.is_file() and not (again and _repaired(config, args, files, folder))
 
     if not done():
         with folder.one_process():
             if not done():  # another process may have done it meanwhile
-                folder.state_path.unlink(missing_ok=True)  # killed from here on, it is done anew
+                if folder.state_path.is_file():  # killed from here on, it is done anew
+                    folder.state_path.rename(folder.path / f"{index_name(read_text(folder.state_path))}.jsonl")
                 write_atomic(folder.state_path, "".join(_index(config, args, files, folder)))
     return folder.state_path
+
+
+def index_name(content: str) -> str:
+    """The name of an index, by what it holds."""
+    return f"index-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def keep_index_name(run_dir: Path, name: str) -> None:
+    """Keep in the run's folder which index it began with."""
+    write_atomic(run_dir / _INDEX_NAME, f"{name}\n")
+
+
+def _began_with(config: Config) -> str | None:
+    """The name of the index whose samples the run goes on with, its own or its parent's.
+
+    None: it begins with whatever can be read now. Empty: its index is not on record.
+    """
+    run_dir, start = run_folder(config), config.checkpoint.start_from
+    if newest_checkpoint(run_dir) is None:
+        if not start:
+            return None
+        run_dir, _ = split_start(start)
+    file = run_dir / _INDEX_NAME
+    return read_text(file, errors="replace").strip() if file.is_file() else ""
 
 
 def _repaired(config: Config, args: EncoderArgs, files: Sequence[Path], folder: PreparedFolder[str]) -> bool:
@@ -105,8 +143,7 @@ def index_folder(config: Config, args: EncoderArgs, files: Sequence[Path]) -> Pa
 class IndexedLines:
     """The usable lines of an index, or some of them."""
 
-    def __init__(self, index: Path, numbers: slice, args: EncoderArgs, *, max_pixels: int) -> None:
-        content = index.read_text(encoding="utf-8").splitlines()[numbers]
+    def __init__(self, content: Sequence[str], args: EncoderArgs, *, max_pixels: int) -> None:
         self._lines = [_from_index(line) for line in content]
         self._args, self._max_pixels = args, max_pixels
         self.fingerprint = hashlib.sha256("\n".join(content).encode()).hexdigest()

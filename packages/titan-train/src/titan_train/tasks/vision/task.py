@@ -12,19 +12,25 @@ from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.data import build_tokenizer, cache_folder
-from titan_train.files import write_atomic
+from titan_train.files import read_text, write_atomic
 from titan_train.models.arguments import model_args
 from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.models.vision_language.encoder import patch_places
 from titan_train.parallel.context import ContextParallelism, Heads
-from titan_train.run_folder import check_writable, newest_checkpoint, run_folder
+from titan_train.run_folder import check_writable
 from titan_train.task import Task, TaskInputs
 from titan_train.tasks.diffusion.sampling import image_grid, write_png
 from titan_train.tasks.vision.answers import guessed, score_answers
 from titan_train.tasks.vision.batches import ImageTextBatches
 from titan_train.tasks.vision.context import ImageTextContext
-from titan_train.tasks.vision.jsonl import IndexedLines, list_lines, prepare_index
+from titan_train.tasks.vision.jsonl import (
+    IndexedLines,
+    index_name,
+    keep_index_name,
+    list_lines,
+    prepare_index,
+)
 from titan_train.tasks.vision.rows import ImageTextSet
 from titan_train.tasks.vision.shapes import ShapeQuestions
 from titan_train.tokenizers import LabelBytes
@@ -48,8 +54,7 @@ class VisionTask(Task):
         args = _args(config)
         build_tokenizer(config.tokenizer, config.data)
         if config.vision.source == "jsonl":
-            resumes = newest_checkpoint(run_folder(config)) is not None  # and needs the samples that it began with
-            prepare_index(config, args, again=not resumes)
+            prepare_index(config, args, again=True)
 
     def check_inputs(self, config: Config) -> None:
         if config.vision.source == "jsonl":
@@ -126,7 +131,7 @@ class VisionInputs(TaskInputs):
         self.tokenizer = build_tokenizer(config.tokenizer, config.data)
         self._label_bytes = LabelBytes(self.tokenizer)
         self.vocab_size = VisionTask().vocab_size(config)
-        train, held_out = _documents(config, args)
+        train, held_out, self._index = _documents(config, args)
         options: dict[str, Any] = {
             "seq_len": config.model.seq_len, "seed": config.run.seed, "threads": vision.threads,
         }  # fmt: skip
@@ -138,6 +143,8 @@ class VisionInputs(TaskInputs):
 
     def keep(self, run_dir: Path) -> None:
         self.tokenizer.save(run_dir / TOKENIZER_FOLDER)
+        if self._index:
+            keep_index_name(run_dir, self._index)
 
     def text_bytes(self, batch: Any) -> Tensor:
         return self._label_bytes(batch.target)
@@ -178,15 +185,17 @@ class VisionInputs(TaskInputs):
         write_atomic(folder / f"step_{step:08}.json", json.dumps(found, indent=1) + "\n")
 
 
-def _documents(config: Config, args: EncoderArgs) -> tuple[ImageTextSet, ImageTextSet]:
+def _documents(config: Config, args: EncoderArgs) -> tuple[ImageTextSet, ImageTextSet, str]:
+    """What is trained on, what is held out, and the name of their index, if they have one."""
     vision = config.vision
     if vision.source == "shapes":
-        return ShapeQuestions(vision.items, args), ShapeQuestions(vision.held_out, args, first=vision.items)
-    index = prepare_index(config, args)
-    first, rest = slice(vision.held_out), slice(vision.held_out, None)
+        return ShapeQuestions(vision.items, args), ShapeQuestions(vision.held_out, args, first=vision.items), ""
+    index = read_text(prepare_index(config, args))
+    lines = index.splitlines()
     return (
-        IndexedLines(index, rest, args, max_pixels=vision.max_pixels),
-        IndexedLines(index, first, args, max_pixels=vision.max_pixels),
+        IndexedLines(lines[vision.held_out :], args, max_pixels=vision.max_pixels),
+        IndexedLines(lines[: vision.held_out], args, max_pixels=vision.max_pixels),
+        index_name(index),
     )
 
 
