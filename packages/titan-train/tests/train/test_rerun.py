@@ -5,11 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import Injecting, tiny_run, write_text
 from titan_testing import run_ranks
 from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
-from titan_train.train.rerun import Suspicion, judge, judge_elsewhere
+from titan_train.train.rerun import Rerun, Suspicion, judge, judge_elsewhere
 
 SUSPICIOUS = {
     "train": {"steps": 20, "global_batch": 8, "rerun_above": 1.15},
@@ -86,6 +87,22 @@ def test_losses_are_suspect_when_they_jump_or_are_not_finite():
     assert "not finite" in suspicion.of(3.0, math.inf)
     assert suspicion.of(10.0, 1.0) == ""  # twice the mean of 5.25 is more
     assert suspicion.of(20.0, 1.0) == "loss 20 after 6.2"
+
+
+def test_a_wrong_loss_that_was_found_does_not_hide_the_next_and_a_new_level_of_the_data_counts():
+    rerun = Rerun(2.0, torch.device("cpu"), None)
+
+    def verdict_of(loss, again):
+        rerun.remember()
+        found = rerun([], (loss, 1.0, loss), lambda _: (again, 1.0, again))
+        return found and found.verdict
+
+    assert [verdict_of(3.0, 3.0) for _ in range(4)] == [None] * 4
+    assert verdict_of(1000.0, 3.0) == "transient hardware"
+    assert (
+        verdict_of(30.0, 3.0) == "transient hardware"
+    )  # ten times the usual, and less than the mean with the wrong one
+    assert [verdict_of(9.0, 9.0) for _ in range(4)] == ["reproduced"] * 2 + [None] * 2  # twice the mean: 6, 7.7, then 9
 
 
 def test_verdicts_of_three_ranks_name_the_one_that_computes_wrongly():

@@ -119,10 +119,22 @@ class Rerun:
         Returns:
             What it showed; None if the step is not suspect.
         """
-        loss, norm, own = first
-        reason = self._suspicion.of(loss, norm)
+        reason = self._suspicion.of(*first[:2])
         if not reason:
             return None
+        verdict = self._execute_again(batches, first, execute, reason)
+        if not verdict.skips:
+            self._suspicion.count(verdict.losses[-1])
+        return verdict
+
+    def _execute_again(
+        self,
+        batches: Sequence[TaskBatch],
+        first: Figures,
+        execute: Callable[[Sequence[TaskBatch]], Figures],
+        reason: str,
+    ) -> RerunVerdict:
+        loss, norm, own = first
         self._state.restore()
         loss_again, norm_again, own_again = execute(batches)
         parts, parts_again = gather(own, self._device), gather(own_again, self._device)
@@ -150,12 +162,19 @@ class Suspicion:
         self._losses: deque[float] = deque(maxlen=_WINDOW)
 
     def of(self, loss: float, grad_norm: float) -> str:
-        """Why a step is suspect; empty if it is not. A step that is not counts for the next ones."""
+        """Why a step is suspect; empty if it is not, and then it counts for the next ones."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return "loss or gradient not finite"
         usual = sum(self._losses) / len(self._losses) if len(self._losses) >= _WARM_UP else math.inf
-        self._losses.append(loss)
-        return f"loss {loss:.4g} after {usual:.4g}" if loss > self._factor * usual else ""
+        if loss > self._factor * usual:
+            return f"loss {loss:.4g} after {usual:.4g}"
+        self.count(loss)
+        return ""
+
+    def count(self, loss: float) -> None:
+        """Compare the next losses with this one too: of a suspect step, that of its last execution."""
+        if math.isfinite(loss):
+            self._losses.append(loss)
 
 
 def gather(value: float, device: torch.device) -> list[float]:
