@@ -5,7 +5,7 @@ import torch
 from titan_train.config import parse_config
 from titan_train.config.optimizer import OptimizerConfig
 from titan_train.optim import build_optimizer
-from titan_train.optim.average import Z, averaged_weight
+from titan_train.optim.average import Z, averaged_weight, averages_in_place
 from torch import nn
 
 
@@ -36,6 +36,26 @@ def test_weights_follow_the_paper():
         torch.testing.assert_close(
             averaged_weight(weight.detach(), found.state[weight][Z], beta1), x, rtol=0, atol=1e-14
         )
+
+
+def test_another_share_at_a_resume_keeps_the_average():
+    weight = nn.Parameter(torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    model = nn.Module()
+    model.weight = weight
+    found = build_optimizer(model, OptimizerConfig(name="schedule_free", lr=1e-2, beta1=0.9, weight_decay=0.0))
+    for step in range(5):
+        weight.grad = torch.randn(5, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        found.step()
+    x = averaged_weight(weight.detach(), found.state[weight][Z], 0.9)
+    found.param_groups[0]["betas"] = 0.5, 0.95  # as a resume sets it, by the configuration
+    with averages_in_place([model], found):
+        torch.testing.assert_close(weight.detach(), x, rtol=0, atol=1e-14)
+    found.step()
+    z = found.state[weight][Z]
+    expected = x.lerp(z, 1 / 6)  # the sixth of equal rates
+    torch.testing.assert_close(averaged_weight(weight.detach(), z, 0.5), expected, rtol=0, atol=1e-14)
+    with averages_in_place([model], found):
+        torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(

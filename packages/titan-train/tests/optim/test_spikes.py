@@ -108,5 +108,7 @@ def test_plans_count_the_moving_average():
 
 
 def test_a_mean_takes_the_newest_checkpoints_before_a_step():
-    assert older_steps([10, 50, 20, 40, 30], 40, 3) == [30, 20]
+    assert older_steps([10, 20, 30, 40, 50], 40, 3) == [30, 20]
     assert older_steps([40], 40, 3) == []
+    assert older_steps([10, 37, 20, 45], 45, 3) == [20, 10]  # from beyond 37 back to 20, which was saved again
+    assert older_steps([10, 20, 40, 60, 30], 40, 3) == [30, 20]  # on the way to 40 for the second time

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EMA, Z = "ema", "schedule_free_z"
+EMA, Z, SHARE = "ema", "schedule_free_z", "schedule_free_share"
 """Names in the optimizer's state of a parameter: of the moving average, and of what schedule-free AdamW's follows from."""
 
 
@@ -52,15 +52,15 @@ def update_ema(optimizer: torch.optim.Optimizer, decay: float, *, due: bool = Tr
         average.lerp_(weight.to(average.dtype), 1 - decay)
 
 
-def averaged_weight(y: Tensor, z: Tensor, beta1: float) -> Tensor:
+def averaged_weight(y: Tensor, z: Tensor, share: float) -> Tensor:
     """The average of `titan_train.optim.schedule_free`, x: the weights to use after training.
 
     Args:
         y: What training has in a weight.
         z: Its state of that name.
-        beta1: The share of x in y.
+        share: That of x in y: ``beta1`` of the last step.
     """
-    return y.lerp(z, 1 - 1 / beta1)
+    return y.lerp(z, 1 - 1 / share)
 
 
 def has_ema(optimizer: torch.optim.Optimizer) -> bool:
@@ -81,18 +81,18 @@ def averages_in_place(parts: Sequence[nn.Module], optimizer: torch.optim.Optimiz
     with weights_kept(parts):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                take_average(parameter, optimizer.state.get(parameter, {}), group.get("betas", (0.0,))[0])
+                take_average(parameter, optimizer.state.get(parameter, {}))
         yield
 
 
 @torch.no_grad()
-def take_average(parameter: Tensor, state: Mapping[str, Tensor], beta1: float) -> None:
+def take_average(parameter: Tensor, state: Mapping[str, Tensor]) -> None:
     """Turn a parameter into the average that its state has, if it has one."""
     if EMA in state:
         _local(parameter).copy_(_local(state[EMA]))
     elif Z in state:
         weight = _local(parameter)
-        weight.copy_(averaged_weight(weight, _local(state[Z]), beta1))
+        weight.copy_(averaged_weight(weight, _local(state[Z]), float(state[SHARE])))
 
 
 @contextlib.contextmanager
@@ -164,7 +164,12 @@ def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: "Con
         assert isinstance(state.model, nn.Module)
         holder = torch.optim.SGD(state.model.parameters())
         only = TrainState(
-            model=state.model, optim=holder, own_settings=True, optim_keys=(EMA, Z), shards=state.shards, rng=False
+            model=state.model,
+            optim=holder,
+            own_settings=True,
+            optim_keys=(EMA, Z, SHARE),
+            shards=state.shards,
+            rng=False,
         )
         checkpointer.restore(only, found, cast=True)
         if use == "ema" and not has_ema(holder):
@@ -173,13 +178,25 @@ def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: "Con
                 "checkpoint of a later step, or set average.use='none' in the run's config.toml."
             )
         for parameter, held in holder.state.items():
-            take_average(parameter, held, config.optimizer.beta1)
+            take_average(parameter, held)
     return found
 
 
 def older_steps(saved: Sequence[int], step: int, count: int) -> list[int]:
-    """The checkpoints before ``step`` that are averaged with it, newest first."""
-    return sorted((other for other in saved if other < step), reverse=True)[: count - 1]
+    """The checkpoints before ``step`` that are averaged with it, newest first.
+
+    Those that the run went back from are left out: a smaller step was committed after them.
+
+    Args:
+        saved: All steps in the order of their commits.
+        step: Of the run.
+        count: How many are averaged, with that of ``step``.
+    """
+    found: list[int] = []
+    for other in reversed(saved):
+        if other < min(found, default=step):
+            found.append(other)
+    return found[: count - 1]
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:

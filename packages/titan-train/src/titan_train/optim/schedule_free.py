@@ -7,9 +7,9 @@ both. The weight of a step is its squared learning rate, so that steps of the wa
     z <- z - lr (g / (sqrt(v) + eps) + decay y)
     x <- (1 - c) x + c z        c = lr^2 / (sum of lr^2)
 
-x is not kept, as y and z give it. So the state is z and v, 8 bytes an element as AdamW's. Validation, export and generation take
-x, by the means that a moving average of weights has (`titan_train.optim.average`). A step is elementwise, so that
-nothing depends on the layout.
+x is not kept, as y and z give it. So the state is z and v, 8 bytes an element as AdamW's, and the beta1 that y has: if a resume
+changes it, x and z stay and y moves. Validation, export and generation take x, by the means that a moving average of weights
+has (`titan_train.optim.average`). A step is elementwise, so that nothing depends on the layout.
 
 Limits: no fused kernel. The paper wants a larger rate than AdamW's and a ``beta1`` of 0.9 to 0.98, a warm-up, and no decay.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_train.optim.average import Z
+from titan_train.optim.average import SHARE, Z
 from titan_train.optim.update import closure_loss, plain_tensor
 
 
@@ -57,6 +57,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
             state["squared_rates"] = torch.zeros((), dtype=torch.float64)
             state[Z] = parameter.detach().clone()
             state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state[SHARE] = torch.full((), group["betas"][0], dtype=torch.float64)
         beta1, beta2 = group["betas"]
         rate = group["lr"]
         state["step"] += 1
@@ -65,6 +66,9 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
         share = rate**2 / whole if whole else 0.0
         y, gradient = plain_tensor(parameter), plain_tensor(parameter.grad)
         z, square = plain_tensor(state[Z]), plain_tensor(state["exp_avg_sq"])
+        if (before := float(state[SHARE])) != beta1:  # y of x and z with the new share
+            y.lerp_(z, 1 - beta1 / before)
+            state[SHARE].fill_(beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = square.sqrt().div_(math.sqrt(1 - beta2 ** int(state["step"]))).add_(group["eps"])
         update = gradient / root

@@ -119,10 +119,10 @@ class Checkpoints:
         Returns:
             Its step; None if there is none, and nothing is restored.
         """
-        saved = [other for other in self._saved() if other <= step]
-        if not saved:
+        before = older_steps(self._saved(), step + 1, 2)
+        if not before:
             return None
-        found = self.checkpointer.restore(dataclasses.replace(self._state(), data=None), max(saved), fallback=True)
+        found = self.checkpointer.restore(dataclasses.replace(self._state(), data=None), before[0], fallback=True)
         self._drop_average()
         return found
 
@@ -149,7 +149,7 @@ class Checkpoints:
             yield
 
     def _saved(self) -> list[int]:
-        """The steps of all valid checkpoints, as the first rank sees them. Collective."""
+        """The steps of all valid checkpoints in the order of their commits, as the first rank sees them. Collective."""
         self.checkpointer.wait()
         steps = self.checkpointer.steps() if self._run.rank == 0 else []
         return gather_values(steps)[0] if self._run.mesh is not None else steps
