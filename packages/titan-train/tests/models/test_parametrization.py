@@ -5,9 +5,12 @@ import torch
 from titan_train.cli import main
 from titan_train.config import parse_config
 from titan_train.config.model import ModelConfig
+from titan_train.config.optimizer import MuonConfig
 from titan_train.models import build_model, init_for
 from titan_train.models.parametrization import Parametrization
 from titan_train.optim import build_optimizer, plan_groups
+from titan_train.optim.groups import muon_update
+from titan_train.optim.newton_schulz import update_scale
 from titan_train.train.coordinates import check_coordinates, coordinates_svg
 
 
@@ -84,7 +87,47 @@ def test_muon_rates_follow_the_size_of_its_update():
     assert [scaled.rate_scale(name, update) for update in ("adam", "rms", "spectral")] == [0.25, 0.5, 1.0]
     assert scaled.rate_scale(["layers.0.attention.wo.weight"], "spectral") == 0.5
     assert scaled.rate_scale(["lm_head.weight", "tok_embeddings.weight"]) == 1.0
-    assert scaled.rate_scale(["layers.1.moe.router.gate.weight"], "spectral") == 0.25
+    assert scaled.rate_scale(["layers.1.moe.router.gate.weight"]) == 0.25
+
+
+@pytest.mark.parametrize(("scale", "whole", "part"), [("moonlight", 0.5, 0.25), ("original", 1.0, 0.5)])
+def test_muon_s_rates_of_a_head_and_of_parts_whose_rows_stay_as_many(scale, whole, part):
+    model = build_model(ModelConfig(name="llama3_debug", parametrization="mup", base_dim=16), vocab_size=None)
+    muon = {"scale": scale, "groups": {"lm_head": "muon"}, "heads": {r"attention\.wq": 4}}
+    groups = plan_groups(model, parse_config({"optimizer": {"name": "muon", "muon": muon}}).optimizer)
+    found = {name: group.lr_scale for group in groups for name in group.fqns}
+    assert found["lm_head.weight"] == found["layers.0.attention.wo.weight"] == whole
+    assert found["layers.0.attention.wq.weight"] == part
+
+
+@pytest.mark.parametrize("scale", ["moonlight", "original"])
+@pytest.mark.parametrize(
+    ("name", "heads", "shape"),
+    [
+        ("layers.0.attention.wq.weight", 1, lambda width: (width, width)),
+        ("layers.0.feed_forward.w2.weight", 1, lambda width: (width, 4 * width)),
+        ("layers.0.attention.wq.weight", 8, lambda width: (8 * 16, width)),
+        ("lm_head.weight", 1, lambda width: (2048, width)),
+        ("lm_head.weight", 1, lambda width: (16, width)),
+        ("layers.0.moe.router.gate.weight", 1, lambda width: (16, width)),
+    ],
+)
+def test_outputs_move_as_far_at_any_width_by_muon_s_update_times_its_rate(scale, name, heads, shape):
+    """The orthogonal matrix of a gradient of few tokens, and what it does to them."""
+    config, moved = MuonConfig(scale=scale, heads={name: heads}), []
+    for m in (1, 4):
+        rows, columns = shape(128 * m)
+        rows //= heads
+        draw = torch.Generator().manual_seed(m)
+        inputs, gradients = (torch.randn(8, n, dtype=torch.float64, generator=draw) for n in (columns, rows))
+        u, _, v = torch.linalg.svd(gradients.T @ inputs, full_matrices=False)
+        outputs = update_scale(scale, rows, columns) * inputs @ (u[:, :8] @ v[:8]).T
+        by = muon_update(config, [name], (rows * heads, columns))
+        rate = Parametrization(width=m, depth=1.0, base_layers=1, tied=False).rate_scale([name], by)
+        moved.append(rate * float(outputs.square().mean().sqrt()))
+    assert moved[1] == pytest.approx(
+        moved[0], rel=0.1
+    )  # of random inputs; a power of m that is wrong by a half is a factor of 2
 
 
 @pytest.mark.parametrize("name", ["llama3_debug", pytest.param("deepseek_debug", marks=pytest.mark.slow)])

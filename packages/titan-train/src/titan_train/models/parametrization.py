@@ -18,7 +18,8 @@ So the model itself does not change: no forward has a multiplier, and an exporte
 
 Muon's update has the same size in every direction. Scaled by the root of rows over columns, it moves activations as far at any
 width (spectral condition, arXiv:2310.17813): rates stay. Scaled to AdamW's RMS (Moonlight), it grows with the root of the width:
-rate / sqrt(m).
+rate / sqrt(m). Where rows are fewer than columns and as many at any width, as in a router or in the rows of one attention head,
+both move the output by sqrt(m) more: the rate falls by it too.
 
 Limits: all widths of the model grow together (feed-forward, experts, latents, the number of heads), and heads keep their width,
 so that the scale of attention scores needs no change. ``optimizer.eps`` is not scaled: keep it far below the gradients.
@@ -30,8 +31,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Update = Literal["adam", "rms", "spectral"]
-"""How far an optimizer moves a matrix: each element alike, all directions alike with the elements' RMS fixed, or with the root of
-rows over columns."""
+"""How far an optimizer moves the output of a matrix: in proportion to the width, to its root, or as far at any width. For matrices
+that grow on both sides, these are an update of each element alike, of all directions alike with the elements' RMS fixed, and of
+all directions alike with the root of rows over columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,10 @@ class Parametrization:
         kind = "embedding" if "embedding" in kinds else kinds[0]
         if kind == "writer bias":
             return 1 / self.depth
-        if kind in ("matrix", "writer"):
+        if kind in ("matrix", "writer", "head", "router"):
             power = {"adam": 1.0, "rms": 0.5, "spectral": 0.0}[update]
             return self.width**-power / (self.depth if kind == "writer" else 1.0)
-        return 1 / self.width if kind in (self._output, "router") else 1.0
+        return 1 / self.width if kind == self._output else 1.0
 
     def decay_scale(self, names: Sequence[str], update: Update = "adam") -> float:
         """What its weight decay is multiplied by, so that rate times decay stays."""

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from titan_fsdp import clean_fqn, is_dtensor, unwrap
 from torch import nn
 
-from titan_train.config.optimizer import OptimizerConfig
-from titan_train.models.parametrization import Update
+from titan_train.config.optimizer import MuonConfig, OptimizerConfig
+from titan_train.models.parametrization import Update, kind_of
 from titan_train.models.traits import traits_of
 from titan_train.optim.matrices import UNDECAYED, check_parts, matrix_kinds, muon_names
 from titan_train.parallel.param_shard import ParamShards
@@ -70,27 +70,25 @@ def plan_groups(
     named = [(clean_fqn(fqn), p) for part in parts for fqn, p in part.named_parameters() if p.requires_grad]
     whole = names is None
     names = names or {name: every for part in parts for name, every in parameter_names(part).items()}
-    taken: list[str] = []
+    taken: dict[str, tuple[int, ...]] = {}
     if config.name == "muon":
         _require_matches("optimizer.muon.groups", config.muon.groups, list(names))
         kinds = {name: kind for part in parts for name, kind in matrix_kinds(part, cuts or {}).items()}
-        taken = muon_names(kinds, config.muon, names)
+        taken = {name: kinds[name].shape for name in muon_names(kinds, config.muon, names)}
         if whole:  # a stage need not have what a pattern is for
-            check_parts(config.muon, {name: kinds[name].shape for name in taken}, names)
+            check_parts(config.muon, taken, names)
     for table in ("lr_scales", "weight_decays", "frozen_steps"):
         _require_matches(f"optimizer.{table}", getattr(config, table), list(names))
         for every in dict.fromkeys(names.values()):
             _require_one_value(f"optimizer.{table}", getattr(config, table), every)
 
     other: Literal["adamw", "sgd"] = "sgd" if config.name == "sgd" else "adamw"
-    matrices = frozenset(taken)
     scaled = next((p for part in parts if (p := traits_of(part).parametrization) is not None), None)
     if scaled is not None and config.name == "sgd":
         raise ValueError(
             "model.parametrization='mup' scales learning rates for adamw and muon, and optimizer.name='sgd' takes other steps. "
             "Set optimizer.name='adamw', or model.parametrization='standard'."
         )
-    of_muon: Update = "rms" if config.muon.scale == "moonlight" else "spectral"
     vectors = {key for part in parts for key in _undecayed(part)}
     groups: dict[tuple[Any, ...], list[tuple[str, nn.Parameter]]] = {}
     for fqn, parameter in named:
@@ -98,15 +96,25 @@ def plan_groups(
         scale = first_match(config.lr_scales, every, 1.0)
         decay = first_match(config.weight_decays, every, 0.0 if id(parameter) in vectors else config.weight_decay)
         frozen = int(first_match(config.frozen_steps, every, 0))
-        kind = "muon" if fqn in matrices else other
+        kind = "muon" if fqn in taken else other
         if scaled is not None:
-            by = of_muon if kind == "muon" else "adam"
+            by = muon_update(config.muon, every, taken[fqn]) if kind == "muon" else "adam"
             scale, decay = scale * scaled.rate_scale(every, by), decay * scaled.decay_scale(every, by)
         groups.setdefault((kind, scale, decay, frozen, is_dtensor(parameter)), []).append((fqn, parameter))
     return [
         ParameterGroup(kind, scale, decay, frozen, tuple(fqn for fqn, _ in members), tuple(p for _, p in members))
         for (kind, scale, decay, frozen, _), members in groups.items()
     ]
+
+
+def muon_update(config: MuonConfig, names: Sequence[str], shape: Sequence[int]) -> Update:
+    """How far Muon moves a decoder's matrix, for its rate under muP."""
+    *_, rows, columns = shape
+    heads = first_match(config.heads, names, 1)
+    few = rows < heads * columns and (heads > 1 or kind_of(names[0]) in ("head", "router"))
+    if config.scale == "moonlight":
+        return "adam" if few else "rms"
+    return "rms" if few else "spectral"
 
 
 def first_match(table: Mapping[str, float], names: Sequence[str], default: float) -> float:
