@@ -141,7 +141,11 @@ class Task(Protocol):
         ...
 
     def loss(self, config: Config, vocab_size: int | None) -> "Callable[[Tensor, Any], Tensor]":
-        """From a model's output and a batch's ``target`` to the sum of the loss, a scalar."""
+        """From a model's output and a batch's ``target`` to the sum of the loss, a scalar.
+
+        The cross-entropy of `titan_train.models.common.loss.whole_vocabulary_loss` may be computed in the head instead, see
+        ``train.fused_loss``; any other loss is computed from the whole output.
+        """
         ...
 
     def loss_parts(self, config: Config) -> LossParts | None:

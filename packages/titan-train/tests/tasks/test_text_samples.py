@@ -1,5 +1,6 @@
 """A run of a text model continues prompts after each validation, and trains as if it had not."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.inputs import prepare_inputs
+from titan_train.tasks.text import TextTask
 from titan_train.train import Trainer
 from torch import nn
 
@@ -74,6 +76,49 @@ def test_two_ranks_write_what_one_writes_and_long_prompts_are_cut(folder, model)
     texts = samples_of(folder, name)[4]
     assert texts[0]["prompt"] == "x"  # of 32 positions, 31 are for the continuation
     assert 1 < len(texts[1]["text"]) <= 32
+
+
+class Doubled(TextTask):
+    """Text with a loss of its own."""
+
+    def loss(self, config, vocab_size):
+        plain = super().loss(config, vocab_size)
+        return lambda logits, labels: 2 * plain(logits, labels)
+
+
+def test_a_task_of_text_is_trained_on_its_own_loss(folder):
+    losses = []
+    for name, task in (("plain", None), ("doubled", Doubled())):
+        with Trainer(configure(folder, name, sample_tokens=0), task=task) as trainer:
+            trainer.fit(until=1)
+            losses.append(trainer.losses[0])
+    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-5)  # chunks add up in another order
+
+
+def refusal_of_a_loss(folder, name, options):
+    with pytest.raises(ValueError, match="of its own") as raised:
+        Trainer(configure(folder, name, **options), task=Doubled())
+    return str(raised.value)
+
+
+def test_a_loss_that_needs_whole_logits_is_refused_where_no_rank_has_them(folder):
+    for refusal in run_ranks(refusal_of_a_loss, 2, folder, "own-loss", {"parallel": {"tp": 2}}):
+        assert refusal.startswith(
+            "parallel.tp=2: Doubled has a loss of its own, and each rank has a part of the logits. "
+        )
+
+
+def train_on_whole_logits(folder, name, options):
+    config = configure(folder, name, **options)
+    with Trainer(dataclasses.replace(config, train=dataclasses.replace(config.train, fused_loss=False))) as trainer:
+        trainer.fit()
+
+
+def test_a_head_that_overlaps_its_gather_samples_what_one_rank_samples(folder):
+    options = {"prompts": ["def f", "cl"], "sample_tokens": 20}
+    train_on_whole_logits(folder, "whole-logits", options)
+    run_ranks(train_on_whole_logits, 2, folder, "overlapped", options | {"parallel": {"tp": 2, "async_tp": True}})
+    assert samples_of(folder, "overlapped") == samples_of(folder, "whole-logits")
 
 
 def test_without_prompts_held_out_text_is_continued(folder):

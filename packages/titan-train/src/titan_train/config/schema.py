@@ -84,8 +84,8 @@ class TrainConfig:
     found in no name is an error."""
 
     fused_loss: bool = True
-    """Compute the head and its cross-entropy in chunks of tokens, without whole logits. Models without a loss_head compute
-    whole logits either way; a float8 head needs false."""
+    """Compute the head and its cross-entropy in chunks of tokens, without whole logits. Models without a loss_head, and
+    tasks with a loss of their own, compute whole logits either way; a float8 head needs false."""
 
     z_loss: Annotated[float, Range(0, below=1, note="0 disables, 1e-4 is usual")] = 0.0
     """Weight of the z-loss, which keeps the logits' log-sum-exp small (PaLM: 1e-4); it changes gradients, not the reported

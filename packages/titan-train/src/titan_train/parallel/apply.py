@@ -6,7 +6,7 @@ names and shapes, so that they are the same whatever the layout. The optimizer c
 sharded parameters.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import titan_fsdp as fsdp
@@ -19,7 +19,7 @@ from torch import nn
 from titan_train.config import Config
 from titan_train.kernels.apply import apply_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
-from titan_train.models.common.loss import ObservedLoss
+from titan_train.models.common.loss import NextTokenLoss, ObservedLoss
 from titan_train.models.common.moe.balance import moe_layers, set_sequence_group
 from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.common.tensor_styles import StyleTable
@@ -49,7 +49,7 @@ from titan_train.parallel.tensor.micro_pipeline import (
     micro_pipeline_options,
     overlaps_by_compiler,
 )
-from titan_train.parallel.tensor.styles import merge_tables, table_for
+from titan_train.parallel.tensor.styles import merge_tables, style_of, table_for
 from titan_train.parallel.tied import meaning_all_copies, parameter_names, tied_to_first
 from titan_train.task import ContextCut, Task, load_task
 
@@ -86,10 +86,14 @@ def build_parallel_model(
     chosen = choose_kernels(config.kernels, device)
     check_taken(apply_kernels(whole, chosen), config.kernels, config.model.name)
 
-    loss = task.loss(config, vocab_size)
-    sums = task.loss_parts(config)
+    table = merge_tables(whole, table_for(whole), config.parallel.tp_plan) if layout.spec.tp > 1 else {}
+    loss, sums = task.loss(config, vocab_size), task.loss_parts(config)
+    own = sums is not None or not isinstance(loss, NextTokenLoss)
+    if own:
+        _check_own_loss(config, whole, task, table)
+        config = replace(config, train=replace(config.train, fused_loss=False))
     observed = None if sums is None else ObservedLoss(loss, sums.names, sums.sums)
-    loss = kernel_loss(observed or loss, chosen, config, vocab_size, whole_vocabulary=layout.spec.tp == 1)
+    loss = kernel_loss(observed or loss, chosen, config, vocab_size, whole_vocabulary=layout.spec.tp == 1 and not own)
 
     depth = len(mtp_of(whole) or ())
     names = parameter_names(whole)
@@ -99,7 +103,6 @@ def build_parallel_model(
     context: ContextCut | None = None
     if layout.spec.cp > 1 and mesh is not None:
         context = task.context(config, mesh, whole, torch.bfloat16 if config.train.dtype == "bf16" else torch.float32)
-    table = merge_tables(whole, table_for(whole), config.parallel.tp_plan) if layout.spec.tp > 1 else {}
     run = _Run(config, layout, mode, mesh, schedule, device, vocab_size, context, table, report)
     init = init_of_shards(init_for(whole), run.cuts, tied_to_first(names), config.run.seed)
     parts = [_apply(part, run, init) for part in take_parts(config, whole, schedule, mesh)]
@@ -136,6 +139,20 @@ def build_parallel_model(
         pipeline=pipeline,
         report=report,
     )
+
+
+def _check_own_loss(config: Config, whole: nn.Module, task: Task, table: StyleTable) -> None:
+    """Refuse what computes the cross-entropy in the place of a task's own loss."""
+    cut = any(style_of(name, table) == "head" for name, _ in whole.named_modules())
+    for setting, given, why in (
+        (f"parallel.tp={config.parallel.tp}", cut, "each rank has a part of the logits"),
+        ("model.args.mtp_depth", mtp_of(whole) is not None, "the modules compute the cross-entropy in the head"),
+    ):
+        if given:
+            raise ValueError(
+                f"{setting}: {type(task).__name__} has a loss of its own, and {why}. Leave {setting.partition('=')[0]} at its "
+                "default, or let the method loss return titan_train.models.common.loss.whole_vocabulary_loss."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,21 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0) ->
     return loss + (spread - spread.detach())
 
 
-def whole_vocabulary_loss(vocab_size: int, *, z_loss: float = 0.0, cross_entropy: TokenLoss | None = None) -> TokenLoss:
+class NextTokenLoss:
+    """The cross-entropy of whole logits, which may also be computed in the head, or by ranks with parts of the logits."""
+
+    def __init__(self, loss: TokenLoss) -> None:
+        """Wrap what computes it."""
+        self._loss = loss
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The sum over valid labels."""
+        return self._loss(logits, labels)
+
+
+def whole_vocabulary_loss(
+    vocab_size: int, *, z_loss: float = 0.0, cross_entropy: TokenLoss | None = None
+) -> NextTokenLoss:
     """`cross_entropy_sum`, for models that return whole logits; anything else that a model returns is refused.
 
     Logits that miss part of the vocabulary would give a loss as well, as long as no label falls into that part.
@@ -93,7 +107,7 @@ def whole_vocabulary_loss(vocab_size: int, *, z_loss: float = 0.0, cross_entropy
             return cross_entropy(logits, labels)
         return cross_entropy_sum(logits, labels, z_loss=z_loss)
 
-    return loss
+    return NextTokenLoss(loss)
 
 
 def count_valid(labels: Tensor) -> Tensor:
