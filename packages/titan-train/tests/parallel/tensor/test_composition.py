@@ -116,6 +116,22 @@ def _checkpointed(forward):
     return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
+def hooked() -> tuple[int, int]:
+    """Linears whose forward hooks have run, and all of them."""
+    model, seen = make(), set()
+    apply_tensor_parallel(model, dist.group.WORLD, table=table_for(model), replicate_kv=True, **MODES["async"])
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for linear in linears:
+        linear.register_forward_hook(lambda linear, args, out: seen.add(id(linear)))
+    model(tokens()[0])
+    return len(seen), len(linears)
+
+
+def test_linears_that_overlap_their_transfers_run_their_forward_hooks():
+    for seen, linears in run_ranks(hooked, 2):
+        assert seen == linears > 0
+
+
 @modes
 def test_recomputation_repeats_the_collectives_and_gives_the_same_bits(mode):
     for same, count in run_ranks(recomputed, 4, mode):

@@ -11,17 +11,20 @@ overlapped. `overlapped_modules` says which modules are.
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from titan_fsdp import clean_fqn
 from torch import Tensor, nn
 
 from titan_train.models.common.shared_input import SharedInput
+from titan_train.parallel.float8 import run_forward_hooks
 from titan_train.parallel.tensor.async_matmul import all_gather_matmul, matmul_reduce_scatter
+from titan_train.parallel.tensor.boundaries import enter
 from titan_train.parallel.tensor.plan import PlannedModule
 
 
 class GatherLinears(SharedInput):
-    """Linears of one input that is gathered while it is multiplied."""
+    """Linears of one input that is gathered while it is multiplied. Forward hooks are given this rank's tokens as the input."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Gather over ``group``."""
@@ -31,19 +34,23 @@ class GatherLinears(SharedInput):
     def forward(self, x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
         """``[B, S / n, K]`` to ``[B, S, F]`` for each linear."""
         outs = all_gather_matmul(x, [cast(nn.Linear, linear).weight for linear in linears], self._group)
-        return tuple(_add_bias(out, linear) for out, linear in zip(outs, linears, strict=True))
+        outs = [_add_bias(out, linear) for out, linear in zip(outs, linears, strict=True)]
+        return run_forward_hooks(linears, x, outs)
 
 
 class GatherLinear(nn.Linear):
-    """One linear whose input is gathered while it is multiplied."""
+    """One linear whose input is gathered while it is multiplied; before, without gradients: generation has hooks that read it."""
 
     def __init__(self, linear: nn.Linear, group: dist.ProcessGroup) -> None:
         """Take over the parameters of ``linear``."""
         _take_over(self, linear)
         self._group = group
+        self.register_forward_pre_hook(_gather_without_gradients)
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[B, S / n, K]`` to ``[B, S, F]``."""
+        """``[B, S / n, K]`` to ``[B, S, F]``; without gradients ``[B, S, K]``, which a hook has gathered."""
+        if not torch.is_grad_enabled():
+            return super().forward(input)
         (out,) = all_gather_matmul(input, [self.weight], self._group)
         return _add_bias(out, self)
 
@@ -117,6 +124,13 @@ def _take_over(new: nn.Linear, old: nn.Linear) -> None:
     nn.Linear.__init__(new, old.in_features, old.out_features, bias=False, device="meta")
     new.weight = old.weight
     new.register_parameter("bias", cast("nn.Parameter | None", old.bias))
+
+
+def _gather_without_gradients(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    if torch.is_grad_enabled():
+        return None
+    group = cast(GatherLinear, module)._group  # pyright: ignore[reportPrivateUsage]
+    return (enter(args[0], group, sequence_parallel=True),)
 
 
 def _add_bias(out: Tensor, linear: nn.Module) -> Tensor:
