@@ -16,6 +16,7 @@ from titan_train.parallel.activations.recompute import (
     apply_activation_checkpointing,
     check_activations,
     check_patterns,
+    recomputed_modules,
 )
 from titan_train.parallel.structure import blocks_of
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
@@ -73,6 +74,13 @@ def test_recomputation_gives_the_same_bits(results, mode):
     assert gradients.keys() == want.keys()
     for name in want:
         assert torch.equal(gradients[name], want[name]), name
+
+
+@pytest.mark.parametrize("pattern", ["layers*", "layers.*"])
+def test_a_pattern_that_also_names_the_list_of_layers_recomputes_the_layers(pattern):
+    model = Llama(ARGS)
+    config = ActivationsConfig(checkpoint="pattern", patterns=(pattern,))
+    assert recomputed_modules(model, blocks_of(model), config) == list(model.layers.values())
 
 
 def test_what_forward_keeps_falls_in_the_order_of_the_modes(results):

@@ -302,7 +302,7 @@ def check_activations(config: Config, model: nn.Module) -> None:
 
 def check_patterns(model: nn.Module, config: ActivationsConfig) -> None:
     """Refuse with a ValueError a pattern that matches no module of the whole model; a stage need not have them all."""
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, module in model.named_modules() if name and _has_forward(module)]
     for pattern in config.patterns if config.checkpoint == "pattern" else ():
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
@@ -316,7 +316,12 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
         name: module
         for pattern in patterns
         for name, module in model.named_modules()
-        if name and fnmatchcase(name, pattern)
+        if name and fnmatchcase(name, pattern) and _has_forward(module)
     }
     # a module inside one that is recomputed as a whole needs no region of its own
     return [m for name, m in found.items() if not any(name.startswith(f"{other}.") for other in found)]
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether it can be called: lists and dictionaries of modules have no forward of their own."""
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is not nn.Module.forward
