@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Update = Literal["adam", "rms", "spectral"]
-"""How far an optimizer moves a matrix's output: in proportion to the width, to its root, or as far at any width. For matrices that
-grow on both sides, these are an update of each element alike, of all directions alike with the elements' RMS fixed, and of all
-directions alike with the root of rows over columns."""
+"""How far an optimizer moves a matrix's output: in proportion to the width, to its root, or as far at any width. For matrices
+that grow on both sides, these are an update of each element alike, of all directions alike with the elements' RMS fixed, and of
+all directions alike with the root of rows over columns."""
 
 
 @dataclass(frozen=True, slots=True)
