@@ -50,7 +50,7 @@ class MuonConfig:
 
     heads: dict[str, Annotated[int, Range(1)]] = field(default_factory=dict)
     """Matrices by pattern that are orthogonalized by head: the number of equal parts of their rows, such as
-    {"attention.w[qk]" = 32}."""
+    {"attention.wq" = 32, "attention.wk" = 8} of 32 heads that share 8 keys."""
 
     def __post_init__(self) -> None:
         check_values("optimizer.muon", self)
