@@ -10,6 +10,7 @@ import pytest
 import torch
 from titan_train import generation
 from titan_train.cli import main
+from titan_train.data.sources.chat import Conversations, encode_conversation
 from titan_train.generation import (
     LoadedRun,
     Sampling,
@@ -69,6 +70,21 @@ def test_a_conversation_is_written_by_the_template(run: LoadedRun) -> None:
         encode_chat(bare, [{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="a stop word is empty"):
         StopWords(["a", ""])
+
+
+def test_a_conversation_is_encoded_as_those_that_were_trained_on(run: LoadedRun) -> None:
+    tokenizer = run.tokenizer
+    template = ChatTemplate.of(tokenizer, BUILT_IN["plain"])
+    assert template is not None
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    whole = Conversations.of(tokenizer, template).document([*talk, {"role": "assistant", "content": "d"}], {}, 1)
+    trained = (encode_conversation(whole, tokenizer) % tokenizer.vocab_size).tolist()
+    chatting = replace(run, template=template)
+    ids = encode_chat(chatting, talk)
+    assert tokenizer.eos_id in ids
+    assert ids == trained[: len(ids)]
+    with pytest.raises(ValueError, match="which are not characters"):
+        encode_chat(chatting, [{"role": "user", "content": "\ufdd0"}])
 
 
 class Says(nn.Module):

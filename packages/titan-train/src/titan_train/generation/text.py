@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from titan_train.config import Config
+from titan_train.data.sources.chat import encode_stretches
 from titan_train.generation.decode import stream
 from titan_train.generation.sampling import Sampling
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, IncrementalDecoder, Tokenizer
@@ -156,10 +157,10 @@ def encode_chat(run: LoadedRun, messages: Sequence[dict[str, Any]]) -> list[int]
             "this run has no chat template, so a conversation cannot be written as its text. Set tokenizer.chat_template in "
             "its configuration, or give a prompt to continue."
         )
-    text = run.template.render(messages, add_generation_prompt=True, now=datetime.now())
-    tokenizer = run.tokenizer
-    ids = tokenizer.encode_marked(text)[0] if isinstance(tokenizer, HfTokenizer) else tokenizer.encode(text)
-    return [int(token) for token in ids]
+    prompt, tokenizer = run.template.render_prompt(messages, now=datetime.now()), run.tokenizer
+    if isinstance(tokenizer, HfTokenizer):
+        return tokenizer.encode_marked(prompt.text)[0].tolist()
+    return encode_stretches(prompt.text, prompt.spans, tokenizer)[0].tolist()
 
 
 def _pieces(

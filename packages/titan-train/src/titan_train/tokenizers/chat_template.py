@@ -109,6 +109,17 @@ class ChatTemplate:
         text = self._render(messages, tools, add_generation_prompt, now, variables)
         return text.replace(_START, "").replace(_END, "")
 
+    def render_prompt(self, messages: Sequence[Message], *, now: datetime | None = None) -> RenderedChat:
+        """A conversation that the assistant is to answer, with the places of earlier answers if the template marks them.
+
+        Raises:
+            ValueError: As `render`; or a message holds one of the characters that mark answers.
+        """
+        if not self.marks_answers:
+            return RenderedChat(self.render(messages, add_generation_prompt=True, now=now), ())
+        check_message_text(json.dumps([*messages], ensure_ascii=False, default=str))
+        return _split_marks(self._render(messages, None, True, now, {}))
+
     def render_spans(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> RenderedChat:
         """A conversation as text, with the places of what the assistant wrote.
 

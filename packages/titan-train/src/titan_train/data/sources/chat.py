@@ -149,16 +149,17 @@ def encode_conversation(document: Document, tokenizer: Tokenizer) -> StoredToken
         for start, end in document.spans:
             learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
     else:
-        ids, learned = _encode_stretches(document.text, document.spans, tokenizer)
+        ids, learned = encode_stretches(document.text, document.spans, tokenizer)
     specials = set(tokenizer.special_ids.values())
     if ids.size and learned[-1] and int(ids[-1]) not in specials:
         ids, learned = np.append(ids, np.int32(tokenizer.eos_id)), np.append(learned, True)
     return np.where(learned, ids, ids + tokenizer.vocab_size).astype(np.int32)
 
 
-def _encode_stretches(
+def encode_stretches(
     text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer
 ) -> tuple[StoredTokens, npt.NDArray[np.bool_]]:
+    """Ids of a template's text, each stretch between special tokens and answers encoded for itself; which lie in ``spans``."""
     special = tokenizer.special_ids
     names = sorted(special, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, names))) if names else None
