@@ -164,3 +164,16 @@ def test_a_million_steps_are_reported_and_resumed_in_three_seconds(tmp_path, ste
     print(f"report {report_s:.2f} CPU-s, resume {resume_s}")
     assert report_s < 3
     assert max(resume_s.values()) < 3
+
+
+def test_the_median_counts_steps_not_points(tmp_path, step_record):
+    tracker = JsonlTracker(tmp_path)
+    for step in range(1, 4001):  # the first 1,024 are points of their own when blocks are read
+        early = step <= 1024
+        tracker.log_step(step_record(step, tokens_per_s=100.0 if early else 1000.0, step_time_s=1.0 if early else 0.25))
+    tracker.close()
+    for whole_bytes in (0, 2**40):
+        history = read_history(tmp_path, whole_bytes=whole_bytes)
+        assert history.median("tokens_per_s") == 1000.0  # over points it was 100
+        assert history.median("step_time_s", later=True) == 0.25
+    assert math.isnan(history.median("mfu"))

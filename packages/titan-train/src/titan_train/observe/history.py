@@ -1,7 +1,9 @@
 """The whole course of a run as a report draws it: step by step, or in blocks of steps where the run is long."""
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,17 @@ class History:
         """A quantity summed over the steps where it is known."""
         pairs = zip(self.curves[name].mean, self.counts, strict=True)
         return math.fsum(value * count for value, count in pairs if math.isfinite(value))
+
+    def median(self, name: str, *, later: bool = False) -> float:
+        """The median of a quantity over the steps where it is positive, of all or of the later half; NaN if there are none."""
+        first = (self.steps[0] + self.steps[-1]) / 2 if later and self.steps else 0
+        points = zip(self.curves[name].mean, self.counts, self.steps, strict=True)
+        known = sorted((value, n) for value, n, step in points if step >= first and 0 < value < math.inf and n > 0)
+        ends = list(accumulate(n for _, n in known))
+        if not ends:
+            return math.nan
+        low, high = (known[bisect_right(ends, at)][0] for at in ((ends[-1] - 1) // 2, ends[-1] // 2))
+        return (low + high) / 2
 
     def _drop_from(self, step: int) -> None:
         """Forget points from ``step`` on: a run that went back without resuming, which nothing of ours leaves."""

@@ -65,8 +65,8 @@ class Prediction:
 
 def predicted_beside_measured(folder: RunFolder) -> Prediction | None:
     """Predict the run and put its own measurements beside it; None where the planner knows no model or machine of it."""
-    steps = [value for value in folder.history.curves["step_time_s"].mean if math.isfinite(value) and value > 0]
-    if not steps or not folder.config:
+    measured = folder.history.median("step_time_s", later=True)
+    if not math.isfinite(measured) or not folder.config:
         return None
     try:
         machine, where = _machine(folder)
@@ -82,7 +82,6 @@ def predicted_beside_measured(folder: RunFolder) -> Prediction | None:
         ArithmeticError,
     ):  # a model of one's own, a layout or a file that the planner cannot read
         return None
-    measured = statistics.median(steps[len(steps) // 2 :])
     names = f"constants of {file.name}" if file else found.constants.source
     return Prediction(
         _seconds(found, measured, _split(folder.path)),

@@ -1,7 +1,6 @@
 """The numbers of a run that one reads first, and the same as text for the terminal."""
 
 import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,16 +47,15 @@ def headlines(folder: RunFolder) -> list[Headline]:
     share = f"{history.steps[-1] / total:.0%} of {total:,}" if total else ""
     found.append(Headline("Steps", f"{history.steps[-1]:,}", share))
     found.append(Headline("Tokens", short_count(history.tokens), f"{short_count(history.tokens_per_step)} per step"))
-    rates = [rate for rate in _known(history, "tokens_per_s") if rate > 0]
-    if rates:
-        per_rank = statistics.median(_known(history, "tokens_per_s_per_rank") or [0.0])
-        note = f"median; {short_count(per_rank)} per rank"
-        found.append(Headline("Tokens per second", short_count(statistics.median(rates)), note))
-    mfus = _known(history, "mfu")
-    if mfus:
-        tflops = _known(history, "tflops_per_gpu")
-        note = f"median; {statistics.median(tflops):.0f} TFLOP/s per GPU" if tflops else "median"
-        found.append(Headline("MFU", f"{statistics.median(mfus):.1%}", note))
+    rate, per_rank, mfu, tflops = map(
+        history.median, ("tokens_per_s", "tokens_per_s_per_rank", "mfu", "tflops_per_gpu")
+    )
+    if math.isfinite(rate):
+        note = f"median; {short_count(per_rank)} per rank" if math.isfinite(per_rank) else "median"
+        found.append(Headline("Tokens per second", short_count(rate), note))
+    if math.isfinite(mfu):
+        note = f"median; {tflops:.0f} TFLOP/s per GPU" if math.isfinite(tflops) else "median"
+        found.append(Headline("MFU", f"{mfu:.1%}", note))
     peaks = [peak for peak in history.curves["peak_mem_gib"].high if math.isfinite(peak)]
     if peaks:
         found.append(Headline("Peak memory", short_gib(max(peaks)), "the most of rank 0"))
