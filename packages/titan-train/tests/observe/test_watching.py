@@ -144,3 +144,14 @@ def test_the_page_is_live_on_loopback_only(run_dir):
             server.should_exit = True
             thread.join()
     assert not (run_dir / "report.html").exists()
+
+
+def test_the_goodput_of_a_branch_is_of_its_own_steps(tmp_path, step_record):
+    tracker = JsonlTracker(tmp_path)
+    for step in range(101, 105):
+        tracker.log_step(step_record(step, step_time_s=0.5))
+    tracker.close()
+    start, end = (datetime.fromtimestamp(1_800_000_000 + s).astimezone().isoformat() for s in (0, 10))
+    attempts = [{"status": "finished", "started": start, "ended": end, "from_step": 100}]
+    goodput = find_goodput(read_history(tmp_path), attempts)
+    assert (goodput.wall_s, goodput.progress_s) == (10, pytest.approx(2.0))  # was (52, 52)

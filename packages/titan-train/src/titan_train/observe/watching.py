@@ -131,8 +131,10 @@ def find_goodput(
         (s, n) for s, n in zip(history.curves["step_time_s"].mean, history.counts, strict=True) if math.isfinite(s)
     ]
     logged = sum(n for _, n in known)
+    first = attempts[0].get("from_step")  # of a branch: the steps before are its parent's
+    made = max(0, history.steps[-1] - (first if isinstance(first, int) else 0)) if logged else 0
     # steps between two logged ones took as long as those
-    progress_s = math.fsum(s * n for s, n in known) / logged * history.steps[-1] if logged else 0.0
+    progress_s = math.fsum(s * n for s, n in known) / logged * made if logged else 0.0
     saves = [event.fields.get("seconds", 0.0) for event in history.events if event.kind == "checkpoint_saved"]
     between = [
         (after[0] - before[1]).total_seconds()
