@@ -71,10 +71,11 @@ class FakeRun:
         self.options = options
         self.id = options["id"] or "abc123"
         self.logged: list[dict[str, object]] = []
+        self.metrics: list[str] = []
         self.finished = 0
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        pass
+        self.metrics.append(name)
 
     def log(self, values: dict[str, object]) -> None:
         self.logged.append(values)
@@ -264,3 +265,26 @@ def test_metrics_jsonl_itself_may_fail_loudly(tmp_path, step_record):
 def test_metrics_config_rejects_and_names_the_key(wrong):
     with pytest.raises(ValueError, match=r"metrics\.(log_every=0|progress='fancy'|wandb_project is empty)"):
         MetricsConfig(**wrong)
+
+
+def test_wandb_plots_every_number_over_the_step(tmp_path, wandb_runs, step_record):
+    WandbTracker(tmp_path, project="p").close()
+    record = step_record(
+        1, split={"tp exposed": 0.1}, memory={"active_gib": 1.0}, context={"split": 1.0}, routing={"load_max": 1.0}
+    )
+    logged = module.step_scalars(record) | module.validation_scalars(VALIDATION) | {"event/stopped": 1}
+    assert {f"{name.partition('/')[0]}/*" for name in logged} <= set(wandb_runs[0].metrics)
+
+
+def test_tensorboard_hides_an_attempt_that_was_lost_before_its_first_checkpoint(tmp_path, step_record):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for last, loss in ((3, 1.0), (2, 7.0)):
+        tracker = TensorBoardTracker(tmp_path)
+        for step in range(1, last + 1):
+            tracker.log_step(step_record(step, loss=loss))
+        tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 7.0), (2, 7.0)]

@@ -218,8 +218,7 @@ class TensorBoardTracker(_Adapter):
         _check_tracker("tensorboard", "TensorBoardTracker")
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = resume_step + 1 if resume_step else None
-        self._writer = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge)
+        self._writer = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=resume_step + 1)
 
     def log_event(self, kind: str, *, step: int, **fields: object) -> None:
         """Write the event as text."""
@@ -254,8 +253,8 @@ class WandbTracker(_Adapter):
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
         # W&B's own step counter cannot go back, but a resumed run can: plot against ours.
         self._run.define_metric("step")
-        for prefix in ("train/*", "speed/*", "memory/*", "moe/*", "validation/*"):
-            self._run.define_metric(prefix, step_metric="step")
+        for prefix in ("train", "speed", "memory", "moe", "context", "time", "validation", "event"):
+            self._run.define_metric(f"{prefix}/*", step_metric="step")
 
     def close(self) -> None:
         """Finish the W&B run. Safe to call twice."""
