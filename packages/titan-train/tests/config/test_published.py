@@ -131,10 +131,12 @@ def test_the_tokenizer_is_the_folders_unless_another_is_named(section: str, kind
     assert kept.tokenizer.kind == kind
 
 
-def test_a_run_goes_on_without_the_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", [False, True])
+def test_a_run_goes_on_without_the_folder(home: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     init = publish(tmp_path / "m")
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
-    text = f'[run]\nname = "r"\ndir = "{tmp_path}"\n[model]\ninit = "{init}"\n'
+    text = f'[run]\nname = "r"\ndir = "{"~" if home else tmp_path}"\n[model]\ninit = "{init}"\n'
     config, _ = load(tmp_path, text)
     (tmp_path / "r" / "tokenizer").mkdir(parents=True)
     (tmp_path / "r" / "config.toml").write_text(dump_config(config))

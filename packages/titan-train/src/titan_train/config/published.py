@@ -170,7 +170,7 @@ def _as_started(
 ) -> tuple[dict[str, Any], str]:
     """Where the folder has gone: what the run of this name took from it when it was started."""
     run = _table(tree, "run") or {}
-    run_dir = Path(str(run.get("dir", "runs"))) / str(run.get("name", "run"))
+    run_dir = Path(str(run.get("dir", "runs"))).expanduser() / str(run.get("name", "run"))
     try:
         started = read_toml(run_dir / "config.toml")
         before, ids = dict(started["model"]), dict(started["tokenizer"])
