@@ -183,3 +183,10 @@ def test_a_link_is_slow_when_even_its_shortest_call_is_and_nobody_was_late():
     # one call that waited for nobody was quick: the others came late, the link is well
     mixed = windows(place, exposed=waits, latency={(0, "tp"): 0.01})
     assert find_causes(mixed, place, quickest=shortest_calls(even, place)) == []
+
+
+def test_a_timer_that_is_off_keeps_nothing(timer):
+    timer.stop()
+    for _ in range(3):
+        timer.step_made()
+    assert (timer.steps, timer._by_step) == (0, [])

@@ -171,3 +171,14 @@ def test_training_that_ends_within_the_steps_to_trace_has_one_trace_up_to_there(
         trainer.fit()
     with gzip.open(trace_file(trainer.run_dir, 0), "rt") as file:
         assert json.load(file)["titan"]["steps"] == [2, 3]
+
+
+def test_a_trace_without_splits_measures_the_traced_steps_and_keeps_nothing_of_others(tmp_path):
+    write_text(tmp_path)
+    config = tiny_run(tmp_path, profile={"steps": "3:4"}, metrics={"progress": "off", "split_every": 0})
+    prepare_inputs(config, quiet=True)
+    with Trainer(config) as trainer:
+        trainer.fit()
+        assert not trainer.timer.running
+        assert trainer.timer._by_step == []  # held steps 5 to 12
+    assert read_traces(tmp_path / "runs" / "run").split.steps == 2

@@ -76,7 +76,8 @@ class StepMeasure(Observer):
             yield
             return
         with self.meter.installed():
-            self.timer.start()
+            if self._every:  # else the trace starts it
+                self.timer.start()
             try:
                 yield
             finally:

@@ -65,7 +65,11 @@ class StepProfile(Observer):
         self._from = step
         self._measure.meter.label = record_function
         self._measure.paused = True
-        self._measure.timer.take()
+        timer = self._measure.timer
+        if timer.running:
+            timer.take()
+        else:
+            timer.start()
 
     def on_step(self, info: StepInfo) -> None:
         """Stop and write this rank's file, if the step was the last to trace."""
@@ -96,7 +100,10 @@ class StepProfile(Observer):
         }
         with gzip.open(file, "wt", encoding="utf-8", compresslevel=3) as out:
             json.dump(in_our_words(trace, about), out)
-        self._measure.timer.take()  # writing is not part of a step
+        if self.run.config.metrics.split_every:
+            self._measure.timer.take()  # writing is not part of a step
+        else:
+            self._measure.timer.stop()
         self.run.event("profile_written", file=str(file.relative_to(self.run.run_dir)))
 
 

@@ -175,12 +175,14 @@ class StepTimer:
 
     def step_made(self) -> None:
         """Count a step that has ended."""
+        if not self.running:
+            return
         self._add(self.clock())
         now = [self.phases[name] for name in PHASES]
         self._by_step.append([after - before for after, before in zip(now, self._before, strict=True)])
         self._before = now
         self.steps += 1
-        if self.device is not None and self.running:
+        if self.device is not None:
             self.device.step_made(self.steps, self.top)
 
     def _reset(self) -> None:
@@ -192,6 +194,8 @@ class StepTimer:
     def stop(self) -> None:
         """Divide no more time until the next `start`."""
         self.running = False
+        if self.device is not None:
+            self.device.end()
 
     def _add(self, now: float) -> None:
         self.phases[self._stack[-1]] += now - self._mark

@@ -113,6 +113,10 @@ class DeviceTimeline:
         self._compute = self._streams.current()
         self._begin_step(0, label)
 
+    def end(self) -> None:
+        """Measure no more until the next `begin`."""
+        self._open = None
+
     def step_made(self, steps: int, label: str) -> None:
         """End a step, the ``steps``-th of the window, and begin the next."""
         self._end_step()
