@@ -155,3 +155,14 @@ def test_ranks_and_axes_are_tables_of_the_newest_measurement_and_no_event(make_r
     assert cells[8:16] == ["tp", "8", "2", "2", "5", "71%", "12.5 µs", "–"]
     assert "77" not in cells
     assert "step split" not in html
+
+
+@pytest.mark.parametrize("kind", ["attention_logits", "activations"])
+def test_what_is_measured_every_few_steps_is_no_event_of_the_page(make_run, kind):
+    run_dir = make_run(10)
+    line = {"kind": "event", "event": kind, "time": 1.0, "largest": {"layers.0": 3.0}}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line | {"step": 10}) + "\n" for _ in range(300))
+    html = build_report(run_dir).read_text()
+    assert f"</i>{kind.replace('_', ' ')}" not in html
+    assert "are not shown" not in html  # 200 of them hid the checkpoint

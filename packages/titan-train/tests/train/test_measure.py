@@ -13,6 +13,7 @@ import titan_testing
 from tiny_run import Injecting, tiny_run, write_text
 from titan_pipeline import Measurement, build_schedule
 from titan_train.inputs import prepare_inputs
+from titan_train.observe import read_metrics
 from titan_train.report import build_report
 from titan_train.train import Trainer
 from titan_train.train.measure import drop_outdated
@@ -172,3 +173,16 @@ def test_no_cause_is_named_on_a_machine_that_others_keep_busy(folder, parallel):
             burner.wait()
     assert len(events(folder, name, "step_split")) == 9
     assert events(folder, name, "straggler") == []
+
+
+def test_the_clock_of_a_resumed_run_goes_on(tmp_path):
+    write_text(tmp_path)
+    config = tiny_run(tmp_path)
+    prepare_inputs(config, quiet=True)
+    for until in (6, 7):
+        with Trainer(config) as trainer:
+            trainer.fit(until)
+            trainer.save()
+    elapsed = [record.elapsed_s for record in read_metrics(tmp_path / "runs" / "run").steps]
+    assert len(elapsed) == 7
+    assert elapsed[6] > elapsed[5]  # step 7 is the first of its process; six steps took longer than one

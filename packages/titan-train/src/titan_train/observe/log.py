@@ -36,9 +36,8 @@ QUANTITIES = (
     "loss", "grad_norm", "lr", "tokens_per_s", "tokens_per_s_per_rank", "tflops_per_gpu", "mfu", "peak_mem_gib",
     "data_wait_s", "step_time_s", "load_max", "load_min",
 )  # fmt: skip
-PERIODIC_EVENTS = frozenset({"step_split", "groups"})
-"""Kinds of events that measure every few steps; the others are something that happened."""
-_ONE_A_BLOCK = ("step_split", "groups", "activations")  # there are many, and each stands for the steps around it
+PERIODIC_EVENTS = ("step_split", "groups", "activations", "attention_logits")
+"""Kinds of events that measure every step or every few; the others are something that happened."""
 _FORMAT = 1
 NOT_OURS = (KeyError, TypeError, ValueError, OverflowError)
 """Raised by reading a line of another format, or one that was edited."""
@@ -153,6 +152,11 @@ class JsonlTracker:
             os.close(self._file)
             raise
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training up to the last step in the file, from which the clock of a resumed run goes on."""
+        return self._builder.elapsed_s
+
     def log_step(self, record: StepRecord) -> None:
         """Write one step."""
         self._write({"kind": "step", **_values(record), "time": self._now()})
@@ -256,6 +260,11 @@ class BlockBuilder:
     def __init__(self, before: StepBlock | None = None) -> None:
         self._reset(before or StepBlock())
 
+    @property
+    def elapsed_s(self) -> float:
+        """That of the last step."""
+        return self._block.elapsed_s
+
     def add(self, line: dict[str, Any], raw: bytes, end: int) -> bytes | None:
         """Take the next line.
 
@@ -270,7 +279,7 @@ class BlockBuilder:
         block = self._block
         block.end, block.at = end, int(line["step"])
         block.most = max(block.most, block.at)
-        if line.get("event") in _ONE_A_BLOCK:
+        if line.get("event") in PERIODIC_EVENTS:  # there are many, and each stands for the steps around it
             self._regular[line["event"]] = raw.strip()
             return None
         if line["kind"] != "step":

@@ -15,6 +15,7 @@ from torch import nn
 from titan_train.config import Config
 from titan_train.models import accepted_inputs
 from titan_train.observe import (
+    JsonlTracker,
     StepRecord,
     Throughput,
     Tracker,
@@ -42,6 +43,7 @@ class RunLog(Observer):
         self._config, self._measure = config, measure
         self._trackers: list[Tracker] = []
         self._progress: TrainProgress | None = None
+        self._before_s = 0.0  # of training in earlier processes
         self._seconds: dict[str, float] = {}  # by part of a step; waits for the next step that is logged
         self._context: dict[str, float] = {}  # of the next step, if it is logged
         self._compiled = False  # this process has made its first step, and said what it chose
@@ -49,6 +51,7 @@ class RunLog(Observer):
     def open(self, run_dir: Path, step: int) -> None:
         """On rank 0: record in the run's folder from ``step`` on."""
         self._trackers = build_trackers(self._config.metrics, run_dir, resume_step=step)
+        self._before_s = next((t.elapsed_s for t in self._trackers if isinstance(t, JsonlTracker)), 0.0)
         self._progress = TrainProgress(self._config.metrics, total_steps=self._config.train.steps, first_step=step)
 
     def event(self, kind: str, step: int, **fields: object) -> None:
@@ -66,6 +69,7 @@ class RunLog(Observer):
             flops_per_token=run.model.report.flops_per_token,
             peak_flops=device_peak_flops(device_name(run.device), self._config.train.dtype),
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            elapsed_before_s=self._before_s,
         )
 
     def on_batch(self, step: int, batches: list[Any]) -> None:
