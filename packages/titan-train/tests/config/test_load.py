@@ -367,3 +367,21 @@ def test_keywords_of_a_program_set_sections_and_single_settings():
 def test_a_keyword_that_cannot_work_names_the_setting(settings, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_config("debug", **settings)
+
+
+def test_patterns_of_the_command_line_come_before_those_of_the_file_and_of_what_it_extends(tmp_path):
+    base = write(tmp_path, '[optimizer.lr_scales]\n"norm" = 0.1\n"wq" = 0.5\n', "base.toml")
+    child = write(
+        tmp_path, 'extends = "base.toml"\n[optimizer.lr_scales]\n"wq" = 0.25\n"ffn_norm" = 1.0\n', "child.toml"
+    )
+
+    def order(file, *words):
+        return list(load_config(file, words).optimizer.lr_scales.items())
+
+    assert order(child) == [("wq", 0.25), ("ffn_norm", 1.0), ("norm", 0.1)]
+    key = "--optimizer.lr-scales"
+    assert order(base, f"{key}.ffn_norm", "1") == [("ffn_norm", 1.0), ("norm", 0.1), ("wq", 0.5)]
+    assert order(base, f"{key}.wq", "1") == [("wq", 1.0), ("norm", 0.1)]
+    assert order(base, f"{key}.wk", "2", f"{key}.w", "3") == [("w", 3.0), ("wk", 2.0), ("norm", 0.1), ("wq", 0.5)]
+    for words in ([key, "{final = 2.0, wq = 0.25}"], [key, "final", "2", "wq", "0.25"]):
+        assert order(base, *words) == [("final", 2.0), ("wq", 0.25), ("norm", 0.1)]

@@ -1,9 +1,12 @@
 """Options that take effect only where a model allows it: what came of them is said, and what names nothing is refused."""
 
 import pytest
+import titan_fsdp
 from titan_train.cli import main
-from titan_train.config import load_config
+from titan_train.config import load_config, parse_config
+from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.train import Trainer
+from torch import nn
 
 
 @pytest.mark.parametrize(
@@ -79,3 +82,13 @@ def test_a_run_says_which_options_come_to_nothing(words, said, tmp_path, caplog)
     with Trainer(load_config("debug", ["--launch.device", "cpu", "--run.dir", str(tmp_path), *words])):
         pass
     assert said in caplog.text
+
+
+def test_of_several_patterns_of_reshard_overrides_the_first_counts():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    found = []
+    for order in ({"0": "never", "*": "always"}, {"*": "always", "0": "never"}):
+        policy = fsdp_policy(parse_config({"parallel": {"reshard_overrides": order}}), "fsdp", whole=["0", "1"])
+        units = {unit.name: unit.reshard for unit in titan_fsdp.plan(model, {"shard": 2}, policy).units}
+        found.append((units["0"], units["1"]))
+    assert found == [(False, True), (True, True)]

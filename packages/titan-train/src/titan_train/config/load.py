@@ -23,7 +23,7 @@ from titan_train.config.elsewhere import here_it_is
 from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error
 from titan_train.config.published import missing_repositories, with_published
 from titan_train.config.schema import Config
-from titan_train.config.words import Setting, merge_settings, read_keywords, read_words
+from titan_train.config.words import Setting, merge_settings, merge_trees, read_keywords, read_words
 from titan_train.files import read_toml
 from titan_train.values import nearest_name
 
@@ -154,16 +154,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise ConfigError(str(path), [f'extends = {base}: must be a string, such as extends = "quickstart".'])
-    return _merge(_read(_find(base, path.parent), (*seen, path.resolve())), tree)
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Tables merge key by key; everything else, lists too, is replaced."""
-    merged = dict(base)
-    for key, value in over.items():
-        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both_tables else value
-    return merged
+    return merge_trees(_read(_find(base, path.parent), (*seen, path.resolve())), tree)
 
 
 def _unknown_keys(tree: Any, cls: type, path: str) -> typing.Iterator[str]:

@@ -101,8 +101,10 @@ class OptimizerConfig:
 
     lr_scales: dict[str, Annotated[float, Range(0)]] = field(default_factory=dict)
     """Multipliers of lr by pattern, such as {"tok_embeddings" = 0.5}: regular expressions searched in the full name of
-    a parameter, the first that is found counts. A pattern found in no name is an error, and so is one that may not end. A
-    tied weight has one value, by any of its names; patterns that give two of its names different values are an error."""
+    a parameter, the first that is found counts. Those of the command line come before those of the file, the one given last
+    first, and those of a file before those of what it extends. A pattern found in no name is an error, and so is one that may
+    not end. A tied weight has one value, by any of its names; patterns that give two of its names different values are an
+    error."""
 
     weight_decays: dict[str, Annotated[float, Range(0)]] = field(default_factory=dict)
     """Weight decay by pattern, such as {"tok_embeddings" = 0.0, "norm" = 0.01}; patterns as in lr_scales."""

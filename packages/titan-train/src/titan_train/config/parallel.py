@@ -53,7 +53,7 @@ class ParallelConfig:
     them sharded over that many ranks."""
 
     reshard_overrides: dict[str, Literal["always", "never"] | int] = field(default_factory=dict)
-    """Exceptions to reshard by pattern of module name, such as {"layers.0" = "never"}."""
+    """Exceptions to reshard by pattern of module name, such as {"layers.0" = "never"}; the first that matches counts."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are reduced."""

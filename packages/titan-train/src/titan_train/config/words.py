@@ -135,6 +135,18 @@ def merge_settings(tree: dict[str, Any], settings: Sequence[Setting], defaults: 
     return tree
 
 
+def merge_trees(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Tables merge key by key; everything else, lists too, is replaced.
+
+    The keys of ``over`` come first: of several patterns that fit a name, the first counts, and that is the one given last.
+    """
+    merged = over | {key: value for key, value in base.items() if key not in over}
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            merged[key] = merge_trees(base[key], typing.cast("dict[str, Any]", value))
+    return merged
+
+
 def settings_of(schema: type, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type, Any]]:
     """Every setting of a dataclass and of those in it: its keys, the dataclass that has it, and the type of its value."""
     hints = typing.get_type_hints(schema)
@@ -294,7 +306,7 @@ def _put(tree: Any, path: Path, setting: Setting, defaults: Any) -> Any:
     """``tree`` with the value at ``path``; what is not a table or a list on the way is replaced, as in a later file."""
     if not path:
         if isinstance(setting.value, dict) and isinstance(tree, dict):
-            return typing.cast("dict[str, Any]", tree) | setting.value
+            return merge_trees(typing.cast("dict[str, Any]", tree), typing.cast("dict[str, Any]", setting.value))
         return setting.value
     key, rest = path[0], path[1:]
     if isinstance(key, int):
@@ -305,5 +317,5 @@ def _put(tree: Any, path: Path, setting: Setting, defaults: Any) -> Any:
         return entries
     table = dict(typing.cast("dict[str, Any]", tree)) if isinstance(tree, dict) else {}
     below = typing.cast("dict[str, Any]", defaults).get(key) if isinstance(defaults, dict) else None
-    table[key] = _put(table.get(key), rest, setting, below)
-    return table
+    value = _put(table.pop(key, None), rest, setting, below)
+    return {key: value} | table  # first, as in `merge_trees`

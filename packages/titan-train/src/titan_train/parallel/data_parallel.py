@@ -37,7 +37,7 @@ def fsdp_policy(
         mode="fsdp" if mode == "none" else mode,
         units=["auto", *whole, *(fsdp.Unit(name, mesh="experts", shard_dim="auto") for name in experts)],
         reshard=parallel.reshard,
-        reshard_overrides=dict(parallel.reshard_overrides),
+        reshard_overrides=dict(reversed(parallel.reshard_overrides.items())),  # there the last that matches counts
         mp=fsdp.MixedPrecision(
             param=config.train.dtype, reduce=parallel.reduce_dtype, keep_fp32=list(parallel.keep_fp32)
         ),
