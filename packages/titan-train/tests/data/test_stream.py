@@ -273,6 +273,30 @@ def test_malformed_documents_are_counted_in_each_pass_for_itself_and_judged_in_w
     assert np.array_equal(rest, expected[late : 2 * late])
 
 
+def test_limits_of_malformed_documents_hold_for_blocks_made_ahead_and_on_every_rank(tmp_path):
+    folder = write_files(tmp_path / "text")
+    for path in folder.glob("*"):
+        lines = path.read_text().splitlines()
+        lines[::8] = ["{broken"] * len(lines[::8])
+        path.write_text("\n".join(lines) + "\n")
+    limits = {"on_error": "skip", "max_bad_fraction": 1.0, "max_bad": 3}
+    ranks = [dataset_of(source_of(folder), tmp_path / "a", **limits) for _ in range(2)]
+    failed = []
+    for block in range(15):
+        for dataset in ranks:
+            try:
+                dataset.rows([block * WINDOW])
+            except MalformedInputError as err:
+                failed.append(str(err))
+            (stream,) = dataset._streams.values()
+            if stream._ahead is not None:
+                stream._ahead.join()
+        if failed:
+            break
+    assert len(failed) == 2
+    assert all("data.max_bad=3" in text for text in failed)
+
+
 def whole_stream_length(folder):
     lines = (folder / "0.jsonl").read_text().splitlines()
     return sum(len(json.loads(line)["text"]) + 1 for line in lines if line != "{broken")

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -133,9 +134,9 @@ class BadDocuments:
         if self.counts.total() > self._max_fraction * self.seen:
             self._too_many(f"data.max_bad_fraction={self._max_fraction}")
 
-    def begin_pass(self) -> None:
-        """Count from 0 again, as a source is read once more; what is kept of malformed documents stays."""
-        self.seen, self.counts = 0, Counter()
+    def begin_pass(self, seen: int = 0, counts: Mapping[str, int] | None = None) -> None:
+        """Count from 0, or from these counts, as a source is read once more; what is kept of malformed documents stays."""
+        self.seen, self.counts = seen, Counter(counts)
 
     def quarantine_size(self) -> int:
         """Bytes in the quarantine file, 0 if there is none."""

@@ -18,7 +18,7 @@ from titan_train.data.shards.format import ShardInfo, ShardWriter
 from titan_train.data.shards.token_source import ShardedTokens
 from titan_train.data.sources.chat import Conversations
 from titan_train.data.sources.documents import list_files
-from titan_train.data.stream.reader import Stamp, StreamCursor, StreamReader, stamps_of
+from titan_train.data.stream.reader import PassCounts, Stamp, StreamCursor, StreamReader, stamps_of
 from titan_train.tokenizers import Tokenizer
 
 # Ranks stand at most a step apart; a block removed before somebody reads it is made again.
@@ -37,6 +37,8 @@ class _Record:
     files: list[Stamp]
     """Stamps of the files it was read from."""
     shard: ShardInfo
+    counted: PassCounts | None = None
+    """What its last pass had read where it ends."""
 
 
 class StreamBlocks:
@@ -114,7 +116,7 @@ class StreamBlocks:
         raise AssertionError("the last block of the range is the one asked for")
 
     def _make_one(self, number: int, cursor: StreamCursor | None) -> tuple[ShardInfo, StreamCursor]:
-        reader = self._reader_from(cursor)
+        reader = self._reader_from(number, cursor)
         try:
             if self._source.packs_whole:
                 documents, after = reader.take_rows(self._source.stream_window, self._seq_len + 1)
@@ -140,15 +142,20 @@ class StreamBlocks:
             raise
         others = [other for other in self._records() if other.block != number]
         self._folder.write(
-            [*others, _Record(number, cursor, after, reader.touched, shard)][-_KEPT_RECORDS:], sync=False
+            [*others, _Record(number, cursor, after, reader.touched, shard, reader.counted)][-_KEPT_RECORDS:],
+            sync=False,
         )
         return shard, after
 
-    def _reader_from(self, cursor: StreamCursor | None) -> StreamReader:
+    def _reader_from(self, number: int, cursor: StreamCursor | None) -> StreamReader:
         """The reader that made the block before, if it stands there; else a new one."""
         if self._reader is None or self._reader_at != cursor:
             self._stop()
-            self._reader = StreamReader(self._source, self._config, self._tokenizer, cursor, self._bad, self._chats)
+            before = [record for record in self._records() if record.block == number - 1 and record.next == cursor]
+            counted = before[0].counted if before else None
+            self._reader = StreamReader(
+                self._source, self._config, self._tokenizer, cursor, self._bad, self._chats, counted
+            )
         return self._reader
 
     def close(self) -> None:

@@ -93,6 +93,17 @@ def _hash_of(stamps: Sequence[Stamp]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class PassCounts:
+    """Documents that a pass has read before a place."""
+
+    seen: int
+    bad: dict[str, int]
+    """Malformed ones, by class."""
+    whole: bool
+    """Whether they are counted from the beginning of the pass."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Place:
     """The documents that follow come from here."""
 
@@ -126,6 +137,7 @@ class StreamReader:
         start: Where to begin; None begins at the first document.
         bad: Counts malformed documents.
         chats: Writes the conversations of a source of chats.
+        counted: What the pass has read before ``start``; None if that is not known.
 
     Raises:
         ValueError: If the cursor does not belong to the files.
@@ -139,12 +151,14 @@ class StreamReader:
         start: StreamCursor | None,
         bad: BadDocuments,
         chats: Conversations | None = None,
+        counted: PassCounts | None = None,
     ) -> None:
         self._source, self._chats = source, chats
         self._files = list_files(source)
         self._bad = bad
-        bad.begin_pass()
-        self._whole_pass = start is None  # a share of what follows a resume is not that of the source
+        counted = counted or PassCounts(0, {}, start is None)
+        bad.begin_pass(counted.seen, counted.bad)
+        self._whole_pass = counted.whole  # a share of what follows a resume is not that of the source
         first = _Place(0, 0)
         if start is not None:
             first = _Place(start.epoch, start.file_number(stamps_of(self._files), source.name))
@@ -229,6 +243,11 @@ class StreamReader:
             skip=self._used,
             before=_hash_of(stamps_of(self._files[: place.file])),
         )
+
+    @property
+    def counted(self) -> PassCounts:
+        """What the pass has read before the document in progress, which a reader that begins here reads again."""
+        return PassCounts(self._bad.seen - 1, dict(self._bad.counts), self._whole_pass)
 
     def close(self) -> None:
         if isinstance(self._items, Generator):
