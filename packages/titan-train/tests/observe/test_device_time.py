@@ -254,3 +254,24 @@ def test_a_window_without_a_measured_step_has_no_figure_of_an_axis(monkeypatch):
     assert window.axes == {}
     assert window.wall_s > 0
     assert window.steps == 3
+
+
+def test_a_timer_that_was_stopped_records_no_events():
+    gpu = Gpu()
+    timer = StepTimer(clock=gpu, device=DeviceTimeline(gpu, 0))
+    timer.start()
+    timer.step_made()
+    timer.take()
+    timer.stop()
+    kept = len(timer.device._used)
+    for _ in range(3):
+        with timer.phase("forward"):
+            gpu.compute(1.0)
+        timer.step_made()
+    assert not timer.device.sampling()
+    assert (len(timer.device._used), timer.device._steps) == (kept, [])
+    timer.start()
+    with timer.phase("forward"):
+        gpu.compute(1.0)
+    timer.step_made()
+    assert timer.take().steps == 1
