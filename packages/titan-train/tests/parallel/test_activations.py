@@ -76,6 +76,20 @@ def test_recomputation_gives_the_same_bits(results, mode):
         assert torch.equal(gradients[name], want[name]), name
 
 
+@pytest.mark.parametrize(
+    "settings", [{"checkpoint": "full"}, {"checkpoint": "selective"}, {"mlp_tiles": 2}, {"offload": True}], ids=str
+)
+def test_a_copy_computes_with_its_own_weights(settings):
+    model = Llama(ARGS)
+    apply_activation_checkpointing(model, blocks_of(model), ActivationsConfig(**settings))
+    copied, tokens = copy.deepcopy(model), torch.randint(128, (1, 8))
+    with torch.no_grad():
+        for parameter in copied.layers.parameters():
+            if parameter.ndim > 1:
+                parameter.zero_()  # its blocks add nothing
+    assert torch.equal(copied(tokens), copied.lm_head(copied.norm(copied.tok_embeddings(tokens))))
+
+
 @pytest.mark.parametrize("pattern", ["layers*", "layers.*"])
 def test_a_pattern_that_also_names_the_list_of_layers_recomputes_the_layers(pattern):
     model = Llama(ARGS)

@@ -1,8 +1,10 @@
 """What parallelism must know about a model's structure: its repeated blocks, and what is not trained."""
 
+import functools
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, Literal
 
 import torch
 from titan_fsdp import clean_fqn
@@ -32,6 +34,25 @@ def _is_list_of_layers(container: nn.Module) -> bool:
     named = dict(container.named_children())
     numbered = not isinstance(container, nn.Sequential) and all(name.isdecimal() for name in named)
     return numbered and all(any(True for _ in module.children()) for module in named.values())
+
+
+def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Make a module's forward ``around(forward, *args, **kwargs)``, in place; that of a deep copy computes with the copy."""
+    inner: Any = module.forward
+    if getattr(inner, "__self__", None) is not module:  # what is compiled is a function, which copies share
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return around(inner, *args, **kwargs)
+
+        module.forward = forward
+        return
+
+    @functools.wraps(inner.__func__)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(inner if self is module else MethodType(inner.__func__, self), *args, **kwargs)
+
+    module.forward = MethodType(method, module)
 
 
 def hold_weights(model: nn.Module, weights: Literal["fp32", "bf16"]) -> None:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from titan_train.parallel.structure import wrap_forward
+
 LEAST_BYTES = 1 << 20
 """Smaller tensors stay: 1 MiB takes about 20 µs over PCIe 5, no more than the launches around it."""
 
@@ -102,10 +104,7 @@ def _cuda_copies() -> CopiesFor:
 
 
 def _offload(block: nn.Module, number: int, latest: "dict[int, _Saved]", copies_for: CopiesFor) -> None:
-    inner = block.forward
-
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         saved = _Saved(block, copies_for, before=latest.pop(number - 1, None))
@@ -115,7 +114,7 @@ def _offload(block: nn.Module, number: int, latest: "dict[int, _Saved]", copies_
         saved.end_forward()
         return result
 
-    block.forward = forward
+    wrap_forward(block, forward)
 
 
 class _Held:

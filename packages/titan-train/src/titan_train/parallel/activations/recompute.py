@@ -37,7 +37,7 @@ from titan_train.config import ActivationsConfig, Config
 from titan_train.models.common.recomputed import runs_again
 from titan_train.parallel.activations.offload import offload_activations
 from titan_train.parallel.activations.tiles import check_tiles, tile_token_wise
-from titan_train.parallel.structure import blocks_of
+from titan_train.parallel.structure import blocks_of, wrap_forward
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2")
 _FLOAT8_MATMULS = ("scaled_mm", "grouped_scaled_mm")
@@ -80,16 +80,14 @@ def recomputed_modules(model: nn.Module, blocks: list[nn.Module], config: Activa
 
 
 def _recompute(module: nn.Module, context_fn: Callable[[], Any] | None) -> None:
-    inner = module.forward
     options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         return checkpoint(inner, *args, use_reentrant=False, **options, **kwargs)
 
-    module.forward = forward
+    wrap_forward(module, forward)
 
 
 def keep_costly(matmul_every: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

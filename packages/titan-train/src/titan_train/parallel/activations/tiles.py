@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_train.config import ActivationsConfig
 from titan_train.models.traits import traits_of
+from titan_train.parallel.structure import wrap_forward
 
 
 def tile_token_wise(model: nn.Module, config: ActivationsConfig) -> None:
@@ -57,14 +58,11 @@ def check_tiles(model: nn.Module, config: ActivationsConfig) -> None:
 
 
 def _tile(module: nn.Module, tiles: int) -> None:
-    inner = module.forward
-
-    @functools.wraps(inner)
-    def forward(x: Any) -> Tensor:
+    def forward(inner: Callable[..., Tensor], x: Any) -> Tensor:
         run = functools.partial(checkpoint, inner, use_reentrant=False) if torch.is_grad_enabled() else inner
         return torch.cat([run(tile) for tile in split_tokens(x, tiles)], dim=-2)
 
-    module.forward = forward
+    wrap_forward(module, forward)
 
 
 def split_tokens(x: Any, tiles: int) -> list[Any]:

@@ -7,6 +7,7 @@ checkpointing repeats the collectives in the same order on every rank, and `torc
 Hidden states are ``[..., S, d]``: the sequence is the last dimension but one.
 """
 
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -92,14 +93,14 @@ def norm_over_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Make an RMSNorm whose channels are cut over the ranks take its mean square over all of them."""
     epsilon = next(float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name))
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         own = wide.square().mean(-1, keepdim=True) / group.size()
         # every rank's output depends on every rank's channels: the gradient is summed as well
         mean = share(sum_partials(own, group), group)
         return (cast(Tensor, module.weight) * (wide * torch.rsqrt(mean + epsilon))).to(x.dtype)
 
-    module.forward = forward
+    module.forward = MethodType(forward, module)  # a deep copy binds it to the copy
 
 
 def enter(x: Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:
