@@ -161,6 +161,39 @@ def test_new_files_may_come_last_and_other_changes_are_refused(tmp_path):
         batches(dataset_of(source_of(folder), tmp_path / "b"), 1, state=state)
 
 
+@pytest.mark.parametrize("steps", [1, 8])  # within the first block, and later
+def test_a_change_of_the_file_that_is_being_read_is_refused(tmp_path, steps):
+    folder = write_files(tmp_path / "text", num_files=1)
+    _, state = batches(dataset_of(source_of(folder), tmp_path / "a"), steps)
+    file = folder / "0.jsonl"
+    file.write_text(json.dumps({"text": "inserted"}) + "\n" + file.read_text())
+    with pytest.raises(ValueError, match="is gone or has another size now"):
+        batches(dataset_of(source_of(folder), tmp_path / "b"), 1, state=state)
+
+
+def test_a_stream_whose_files_or_key_changed_goes_on_if_that_is_allowed(tmp_path, caplog):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(2):
+        record = json.dumps({"text": f"{number}" * 100, "short": "x"})
+        (folder / f"{number}.jsonl").write_text(f"{record}\n" * 30)
+    _, state = batches(dataset_of(source_of(folder), tmp_path / "a"), 12)
+    assert state["streams"]["web"][1]["skip"] > 2
+
+    def resumed(cache, **options):
+        loader = DataLoader(dataset_of(source_of(folder, **options), tmp_path / cache), global_batch=4, prefetch=0)
+        loader.load_state_dict(json.loads(json.dumps(state)), allow_data_change=True)
+        assert loader.samples_consumed == 48
+        return next(loader)
+
+    resumed("b", text_key="short")
+    assert "first file" not in caplog.text
+    (folder / "0.jsonl").write_text(json.dumps({"text": "other " * 20}) + "\n")
+    resumed("c")
+    assert "has another size now" in caplog.text
+    assert "reads this stream from its first file" in caplog.text
+
+
 def test_a_file_that_comes_last_is_read_before_the_next_pass_whatever_the_cache_holds(tmp_path):
     folder = write_files(tmp_path / "text", num_files=1)
     steps = whole_stream(folder).size // (SEQ * 4) + 3  # into the second pass

@@ -164,8 +164,23 @@ class DataLoader:
         """
         samples = _check_state(state, self.state_dict(), allow_data_change=allow_data_change)
         self.close()  # its thread reads the streams
-        self.dataset.load_stream_states(state.get("streams") or {})
+        streams: dict[str, Any] = state.get("streams") or {}
+        try:
+            self.dataset.load_stream_states(streams)
+        except ValueError:
+            if not allow_data_change:
+                raise
+            self._load_unchanged_streams(streams)
         self._go_to(samples)
+
+    def _load_unchanged_streams(self, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            try:
+                self.dataset.load_stream_states({name: state})
+            except ValueError as err:
+                _logger.warning(
+                    "%s Allowed: the run goes on, and reads this stream from its first file up to its place.", err
+                )
 
     def reset(self) -> None:
         """Start again at sample 0, as a validation pass does."""

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from titan_train.config import DataConfig, SourceConfig
 from titan_train.data.prepared import PreparedFolder
@@ -68,6 +69,7 @@ class StreamBlocks:
         self._seq_len, self._chats = seq_len, chats
         self._files = list_files(source)
         self._given: dict[int, StreamCursor] = {}  # from a checkpoint
+        self._given_files: list[list[Any]] = []
         self._lock = threading.Lock()
         self._reader: StreamReader | None = None
         self._reader_at: StreamCursor | None = None
@@ -95,14 +97,36 @@ class StreamBlocks:
         """Whether this process made the block before ``number``, so that it can continue without reading anything again."""
         return self._reader is not None and self._reader_block == number
 
-    def give(self, number: int, cursor: StreamCursor) -> None:
-        """Set where a block begins, as a checkpoint states it.
+    def files(self, number: int) -> list[list[Any]]:
+        """Name and size of each file that a block was read from; those that a checkpoint gave if the block is not on record."""
+        found = next((record.files for record in self._records() if record.block == number), None)
+        return self._given_files if found is None else [[name, size] for name, size, _ in found]
+
+    def give(self, number: int, cursor: StreamCursor | None, files: list[list[Any]]) -> None:
+        """Set where a block begins, as a checkpoint states it, unless it is at the first document.
+
+        Args:
+            number: The block.
+            cursor: Where it begins; None is the first document.
+            files: What `files` gave for the last block that was read.
 
         Raises:
             ValueError: If the files are not those that it was read from.
         """
-        cursor.file_number(stamps_of(self._files), self._source.name)
-        self._given[number] = cursor
+        stamps = stamps_of(self._files)
+        if cursor is not None:
+            cursor.file_number(stamps, self._source.name)
+        present = {(name, size) for name, size, _ in stamps}
+        for name, size in files:
+            if (name, size) not in present:
+                raise ValueError(
+                    f"the stream of source {self._source.name!r} has read {name!r} with {size} bytes, which is gone or has "
+                    "another size now: other samples would come. Restore the file, or allow it: "
+                    "checkpoint.allow_data_change=true."
+                )
+        self._given_files = files
+        if cursor is not None:
+            self._given[number] = cursor
 
     def _make(self, number: int) -> ShardedTokens:
         known = self._known(number)

@@ -55,7 +55,7 @@ class StreamCursor:
         if not numbers:
             raise ValueError(
                 f"the stream of source {source!r} was at {self.file!r}, line {self.line}, which is no longer among its "
-                f"{len(stamps)} files. Restore the file, or start a new run."
+                f"{len(stamps)} files. Restore the file, or allow it: checkpoint.allow_data_change=true."
             )
         for number in numbers:
             if _hash_of(stamps[:number]) == self.before:
@@ -63,7 +63,7 @@ class StreamCursor:
         raise ValueError(
             f"the stream of source {source!r} was at {self.file!r}, line {self.line}, but a file before it in the order of "
             "names was added, removed or changed its size: other samples would come. Restore the files (new ones may "
-            "come last), or start a new run."
+            "come last), or allow it: checkpoint.allow_data_change=true."
         )
 
 

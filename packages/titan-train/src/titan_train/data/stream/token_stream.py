@@ -2,11 +2,10 @@
 
 import contextlib
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -85,9 +84,13 @@ class TokenStream:
             self._block((samples - 1) // self._window)
 
     def state(self, samples: int) -> list[Any] | None:
-        """Where the block of the next sample begins, as JSON: its number and cursor; None before the second block."""
+        """Where the block of the next sample begins, as JSON: its number, its cursor (None in the first block), and the files of
+        the last block that was read, and the fingerprint; None before the first sample.
+        """
         number, cursor = self._blocks.cursor(samples // self._window)
-        return None if cursor is None else [number, asdict(cursor)]
+        files = self._blocks.files((samples - 1) // self._window) if samples else []
+        place = None if cursor is None else asdict(cursor)
+        return [number, place, files, self.fingerprint] if place or files else None
 
     def load_state(self, state: Any) -> None:
         """Continue from what `state` gave.
@@ -97,9 +100,13 @@ class TokenStream:
         """
         if state is None:
             return
-        if not (isinstance(state, list) and len(state) == 2 and isinstance(state[1], Mapping)):
+        if not (isinstance(state, list) and len(held := cast("list[Any]", state)) in (2, 4)):
             raise ValueError(f"the saved state of stream {self._name!r} is {state!r}, not a block and a place.")
-        self._blocks.give(int(state[0]), cursor_from_json(state[1]))
+        number, place, files, made_by = [*held, [], self.fingerprint][:4]  # earlier releases saved two
+        cursor = None if place is None else cursor_from_json(place)
+        if cursor is not None and made_by != self.fingerprint:
+            cursor = replace(cursor, skip=0)  # it counts other tokens: the document begins anew
+        self._blocks.give(int(number), cursor, files)
         self._open.cache_clear()
 
     def close(self) -> None:
