@@ -113,6 +113,19 @@ def iterated(batches, global_batch=ROWS, dp_rank=0, dp_size=1):
     )  # fmt: skip
 
 
+def test_documents_of_a_packing_collator_are_kept_apart():
+    """As `DataCollatorWithFlattening` gives them: positions begin at 0 in each document, and there is no mask."""
+    tokens = torch.arange(8).expand(ROWS, -1)
+    places = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]).expand(ROWS, -1)
+    packed = {"input_ids": tokens, "position_ids": places}
+    loader = iterated([packed, packed | {"attention_mask": torch.ones_like(tokens)}])
+    batch = next(loader)
+    assert batch.cu_seqlens[:, :3].tolist() == [[0, 5, 8]] * ROWS
+    assert batch.max_seqlen == 5
+    assert batch.labels[0].tolist() == [1, 2, 3, 4, -100, 6, 7, -100]
+    assert next(loader).cu_seqlens is None  # with a mask a row is one document, as in transformers
+
+
 def numbers(loader, count):
     return [int(next(loader).tokens[0, 0]) for _ in range(count)]
 

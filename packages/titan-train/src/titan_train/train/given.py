@@ -57,6 +57,7 @@ def build_loader(
             cast("Iterable[Any]", batches), ramp=ramp, dp_size=plan.dp_size, rows=plan.microbatch,
             seq_len=config.model.seq_len, fixed=fixed, vocab_size=vocab_size, device=device, steps=steps,
             name="data" if steps is None else "validation_data", dp_rank=mesh.rank_in("dp") if mesh else 0,
+            documents=config.data.document_mask,
             multiple_of=config.parallel.tp if config.parallel.sequence_parallel else 1,
         )  # fmt: skip
     return DataLoader(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from titan_train.config.ramp import BatchRamp
-from titan_train.data.loader.batch import Batch
+from titan_train.data.loader.batch import Batch, row_boundaries
 from titan_train.data.loader.data_loader import DataLoader
 
 if TYPE_CHECKING:
@@ -30,12 +30,14 @@ class IteratedBatches:
         batches: Gives this rank's microbatches, each one of
 
             - a pair ``(tokens, labels)``, int64 ``[B, S]`` each, where labels are the next tokens and -100 is not learned;
-            - a mapping as collators of transformers make it: ``input_ids``, ``labels`` (not shifted; by default the inputs) and
-              ``attention_mask`` (padding on the right only);
+            - a mapping as collators of transformers make it: ``input_ids``, ``labels`` (not shifted; by default the inputs),
+              ``attention_mask`` (padding on the right only) and ``position_ids`` (without a mask, a document begins where they
+              restart);
             - a `titan_train.TaskBatch` that is on the device already, for other tasks than text.
         ramp: Samples of an optimizer step over all ranks.
         dp_size: Number of data-parallel ranks.
         dp_rank: This one.
+        documents: Whether documents that ``position_ids`` show are kept apart.
         multiple_of: S must be a multiple of it: of the ranks that share a row under sequence parallelism.
         rows: B of a microbatch.
         seq_len: The largest S; the only one if ``fixed``.
@@ -63,6 +65,7 @@ class IteratedBatches:
         steps: int | None = None,
         name: str = "data",
         dp_rank: int = 0,
+        documents: bool = True,
         multiple_of: int = 1,
     ) -> None:
         if not isinstance(cast("object", batches), Iterable):
@@ -79,7 +82,7 @@ class IteratedBatches:
             vocab_size,
             device,
         )
-        self._multiple_of = multiple_of
+        self._documents, self._multiple_of = documents, multiple_of
         self._iterator: Iterator[Any] | None = None
         self._samples = 0  # of the steps that were taken whole, over all ranks
         self._made = 0  # those steps, since this was built
@@ -187,7 +190,7 @@ class IteratedBatches:
     def _batch(self, item: Any, samples: int) -> Batch:
         import torch
 
-        tokens, labels, positions = self._tensors(item)
+        tokens, labels, positions, starts = self._tensors(item)
         rows, length = tokens.shape
         if rows != self._rows or length > self._seq_len or (self._fixed and length != self._seq_len):
             raise ValueError(
@@ -211,10 +214,15 @@ class IteratedBatches:
         tokens, labels, positions = (
             x.to(self._device, torch.int64, non_blocking=True).contiguous() for x in (tokens, labels, positions)
         )
-        return Batch(tokens, labels, positions, None, length, samples)
+        if starts is None:
+            return Batch(tokens, labels, positions, None, length, samples)
+        bounds = row_boundaries(starts, length)
+        longest = int((bounds[:, 1:] - bounds[:, :-1]).max())
+        on_device = torch.from_numpy(bounds).to(self._device)
+        return Batch(tokens, labels, positions, on_device, longest, samples, boundaries=bounds)
 
-    def _tensors(self, item: Any) -> "tuple[Tensor, Tensor, Tensor | None]":
-        """Tokens, next tokens and positions."""
+    def _tensors(self, item: Any) -> "tuple[Tensor, Tensor, Tensor | None, list[Any] | None]":
+        """Tokens, next tokens, positions, and where documents begin inside each row; None: a row is one document."""
         import torch
 
         if isinstance(item, Mapping):
@@ -233,7 +241,13 @@ class IteratedBatches:
                     )
                 labels = labels.masked_fill(mask == 0, -100)
             labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), -100)], 1)
-            return tokens, labels, given.get("position_ids")
+            positions = given.get("position_ids")
+            if positions is None or mask is not None or not self._documents:
+                return tokens, labels, positions, None
+            positions = positions.expand_as(tokens)
+            begins = positions[:, 1:] != positions[:, :-1] + 1  # as transformers finds packed documents
+            labels[:, :-1] = labels[:, :-1].masked_fill(begins, -100)
+            return tokens, labels, positions, [1 + row.nonzero().flatten().numpy() for row in begins.cpu()]
         pair = cast("tuple[Any, ...]", item) if isinstance(item, tuple | list) else ()
         if (
             len(pair) != 2
@@ -244,7 +258,7 @@ class IteratedBatches:
                 f"{self._name} gave {type(item).__name__}, not a batch of text. Give (tokens, labels), tensors [B, S] of one "
                 "shape, or a mapping with input_ids."
             )
-        return pair[0], pair[1], None
+        return pair[0], pair[1], None, None
 
 
 Loader = DataLoader | IteratedBatches
