@@ -84,8 +84,8 @@ class TokenStream:
             self._block((samples - 1) // self._window)
 
     def state(self, samples: int) -> list[Any] | None:
-        """Where the block of the next sample begins, as JSON: its number, its cursor (None in the first block), and the files of
-        the last block that was read, and the fingerprint; None before the first sample.
+        """Where the block of the next sample begins, as JSON: its number, its cursor (None in the first block), the files of the
+        last block that was read, and the fingerprint; None before the first sample.
         """
         number, cursor = self._blocks.cursor(samples // self._window)
         files = self._blocks.files((samples - 1) // self._window) if samples else []
@@ -102,7 +102,8 @@ class TokenStream:
             return
         if not (isinstance(state, list) and len(held := cast("list[Any]", state)) in (2, 4)):
             raise ValueError(f"the saved state of stream {self._name!r} is {state!r}, not a block and a place.")
-        number, place, files, made_by = [*held, [], self.fingerprint][:4]  # earlier releases saved two
+        unsaved: list[Any] = [[], self.fingerprint]  # by earlier releases
+        number, place, files, made_by = [*held, *unsaved][:4]
         cursor = None if place is None else cursor_from_json(place)
         if cursor is not None and made_by != self.fingerprint:
             cursor = replace(cursor, skip=0)  # it counts other tokens: the document begins anew
