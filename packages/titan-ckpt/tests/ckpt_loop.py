@@ -1,11 +1,22 @@
-"""A small training loop for the tests: dropout, shuffled data, AdamW, a schedule. Everything a resume must carry."""
+"""A small training loop for the tests: dropout, shuffled data, AdamW, a schedule. Everything a resume must carry.
+
+Also what damages one of its files.
+"""
 
 import random
+from pathlib import Path
 
 import numpy as np
 import torch
 from titan_ckpt import TrainState
 from torch import nn
+
+
+def flip_last_byte(file: Path) -> None:
+    """Change one bit of a file."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
 
 
 class Net(nn.Module):

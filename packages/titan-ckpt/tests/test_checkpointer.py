@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 
 import pytest
+from ckpt_loop import flip_last_byte
 from titan_ckpt import Checkpointer, DamageError, TrainState
 from titan_ckpt.steps.claim import LOCK_NAME, Process, release_root, take_root
 from titan_testing import run_ranks
@@ -30,10 +31,7 @@ def test_a_step_that_a_restore_found_damaged_does_not_count_among_those_to_keep(
     ck = Checkpointer(tmp_path, keep_last=2)
     for step in (1, 2, 3):
         ck.save(step, state_of(step))
-    file = next((tmp_path / "step-00000003").glob("model-*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip_last_byte(next((tmp_path / "step-00000003").glob("model-*.safetensors")))
     with pytest.raises(DamageError):
         ck.restore(state_of())
     assert ck.restore(state_of(), fallback=True) == 2
@@ -48,10 +46,7 @@ def test_a_step_found_damaged_counts_for_nothing_after_another_restore_either(tm
     ck = Checkpointer(tmp_path, keep_last=2)
     for step in (1, 2, 3):
         ck.save(step, state_of(step))
-    file = next((tmp_path / "step-00000003").glob("model-*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip_last_byte(next((tmp_path / "step-00000003").glob("model-*.safetensors")))
     assert ck.restore(state_of(), fallback=True) == 2
     assert ck.restore(state_of(), 2) == 2
     ck.save(4, state_of(4.0))

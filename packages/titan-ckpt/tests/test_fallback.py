@@ -1,10 +1,10 @@
 """A step that is damaged where only one rank reads it: every rank learns it and takes the same older one."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from ckpt_loop import flip_last_byte
 from titan_ckpt import Checkpointer, CheckpointError, DamageError, TrainState
 from titan_ckpt.load import restore as restoring
 from titan_ckpt.load.reader import StepReader
@@ -85,17 +85,11 @@ def _refuse(*_):
     raise OSError(5, "Input/output error")
 
 
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_damage_that_only_one_rank_reads_makes_every_rank_take_the_same_older_step(tmp_path, ranks):
     run_ranks(save_steps, ranks, str(tmp_path), 4)
-    flip(tmp_path / "step-00000004" / f"model-r{VICTIM:05d}.safetensors")
-    flip(tmp_path / "step-00000003" / "state" / f"rank-r{VICTIM:05d}.json")
+    flip_last_byte(tmp_path / "step-00000004" / f"model-r{VICTIM:05d}.safetensors")
+    flip_last_byte(tmp_path / "step-00000003" / "state" / f"rank-r{VICTIM:05d}.json")
     (tmp_path / "step-00000002" / "optim" / f"optim-r{ranks - 1:05d}.safetensors").unlink()
     everyone = run_ranks(restore, ranks, str(tmp_path), True)
     for step, values, passed_over, error in everyone:
@@ -115,7 +109,7 @@ def test_damage_that_only_one_rank_reads_makes_every_rank_take_the_same_older_st
 
 def test_without_fallback_every_rank_raises_the_damage_and_keeps_its_state(tmp_path):
     run_ranks(save_steps, 2, str(tmp_path), 1)
-    flip(tmp_path / "step-00000001" / "optim" / f"optim-r{VICTIM:05d}.safetensors")
+    flip_last_byte(tmp_path / "step-00000001" / "optim" / f"optim-r{VICTIM:05d}.safetensors")
     for fallback in (False, True):  # there is no older one
         for step, values, passed_over, error in run_ranks(restore, 2, str(tmp_path), fallback):
             assert (step, values, passed_over) == (-1, [-1.0, -1, -1], [])

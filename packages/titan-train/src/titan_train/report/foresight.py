@@ -76,11 +76,7 @@ def predicted_beside_measured(folder: RunFolder) -> Prediction | None:
         file = _own(folder.path, "constants.toml")
         constants = load_constants(file) if file else constants_for(machine, setup, routed=shape.moe)
         found = estimate(shape, machine, setup, constants)
-    except (
-        ValueError,
-        OSError,
-        ArithmeticError,
-    ):  # a model of one's own, a layout or a file that the planner cannot read
+    except (ValueError, OSError, ArithmeticError):  # a model of one's own, or what the planner cannot read
         return None
     names = f"constants of {file.name}" if file else found.constants.source
     return Prediction(
