@@ -71,7 +71,7 @@ def test_an_export_with_a_published_tokenizer_reads_as_many_tokens_at_once_as_th
     file = tmp_path / "first" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": int(1e30)}))
     tokenizer = {"kind": "hf", "path": str(tmp_path / "first")}
-    run_dir = trained(folder, "qwen3_debug", run="published", tokenizer=tokenizer, rope_theta=5000.0)
+    run_dir = trained(folder, "qwen3_debug", tokenizer=tokenizer, rope_theta=5000.0)
     export_run(run_dir, tmp_path / "second", gate=False)
     lengths = [load_eval_model(path, device="cpu").max_length for path in (run_dir, tmp_path / "second")]
     assert lengths == [64, 64]

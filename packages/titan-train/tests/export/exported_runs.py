@@ -1,5 +1,7 @@
 """Small trained runs to export."""
 
+import json
+import zlib
 from pathlib import Path
 
 from titan_train.config import parse_config
@@ -17,9 +19,14 @@ def trained(
     model: dict[str, object] | None = None,
     **args: object,
 ) -> Path:
-    """The folder of a run of a few large steps, so that logits differ from those of the first weights."""
+    """The folder of a run of a few large steps, so that logits differ from those of the first weights.
+
+    Tests that ask for the same settings share one run: its folder's parent is named by all that is asked.
+    """
+    asked = json.dumps([name, run, steps, tokenizer, model, args], sort_keys=True)
+    runs = folder / "runs" / f"{zlib.crc32(asked.encode()):08x}"
     tree = {
-        "run": {"dir": str(folder / "runs"), "name": run or name},
+        "run": {"dir": str(runs), "name": run or name},
         "model": {"name": name, "seq_len": 64, "args": args, **(model or {})},
         "tokenizer": tokenizer or {"kind": "bytes"},
         "data": {
@@ -33,7 +40,7 @@ def trained(
         "metrics": {"progress": "off", "report": False},
     }
     config = parse_config(tree)
-    run_dir = folder / "runs" / (run or name)
+    run_dir = runs / (run or name)
     if not run_dir.exists():
         prepare_inputs(config, quiet=True)
         with Trainer(config) as trainer:

@@ -22,7 +22,7 @@ NORM, DOWN = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
 def whole(folder: Path) -> Path:
     out = folder / "whole"
     if not out.exists():
-        export_run(trained(folder, "llama3_debug", run="damaged"), out, dtype="fp32", gate=False)
+        export_run(trained(folder, "llama3_debug"), out, dtype="fp32", gate=False)
     return out
 
 

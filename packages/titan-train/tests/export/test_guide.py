@@ -25,11 +25,10 @@ def commands() -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Path:
-    """A run of the quick start's kind in ``runs/quickstart``: SentencePiece, tied, in a minute's hundredth."""
+    """A folder that holds ``quickstart``, a run of the quick start's kind: SentencePiece, tied, in a minute's hundredth."""
     args = {"tied_embeddings": True, "num_kv_heads": 2}
     tokenizer = {"kind": "sentencepiece", "train": True, "vocab_size": 300}
-    trained(folder, "llama3_debug", run="quickstart", steps=40, tokenizer=tokenizer, **args)
-    return folder
+    return trained(folder, "llama3_debug", run="quickstart", steps=40, tokenizer=tokenizer, **args).parent
 
 
 @pytest.mark.timeout(900)  # the package is compiled twice
@@ -40,7 +39,7 @@ def test_every_target_of_the_guide_continues_the_prompt_alike(
     for module in ("transformers", "onnxscript", "onnxruntime", "gguf"):
         pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").symlink_to(runs / "runs")
+    (tmp_path / "runs").symlink_to(runs)
     assert commands()[0] == ["titan-train", "run", "quickstart"]  # which the fixture has done, smaller
     texts: dict[str, str] = {}
     for command in commands()[1:]:
@@ -63,7 +62,7 @@ def test_every_target_of_the_guide_continues_the_prompt_alike(
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_cpp_program_continues_the_prompt_as_the_run_does(runs: Path, tmp_path: Path) -> None:
-    run_dir = runs / "runs" / "quickstart"
+    run_dir = runs / "quickstart"
     assert main(["export", str(run_dir), "--to", "aoti", "--dtype", "fp32", "--out", str(tmp_path / "model")]) == 0
     from torch.utils.cpp_extension import include_paths, library_paths
 

@@ -39,7 +39,7 @@ def test_two_ranks_continue_prompts_as_one_process_does(name: str, folder: Path)
     args = {}
     if name == "llama3_debug":
         args = {"rope_factor": 8.0, "rope_original_seq_len": 16, "tied_embeddings": True}
-    run_dir = trained(folder, name, run=f"ranks-{name}", **args)
+    run_dir = trained(folder, name, **args)
     one = load_run(run_dir, device="cpu").model
     greedy = generate(one, PROMPTS, max_new_tokens=24)
     sampled = generate(one, PROMPTS, max_new_tokens=24, sampling=SAMPLED)
@@ -93,7 +93,7 @@ def test_two_ranks_export_the_files_of_one_process_and_refuse_together(folder: P
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     args = {"rope_factor": 8.0, "rope_original_seq_len": 16, "tied_embeddings": True}
-    run_dir = trained(folder, "llama3_debug", run="ranks-llama3_debug", **args)
+    run_dir = trained(folder, "llama3_debug", **args)
     export_run(run_dir, tmp_path / "one", dtype="bf16", max_shard_bytes=100_000)
     assert run_ranks(export_on_ranks, 2, run_dir, tmp_path / "two", ["hf"], False, timeout_s=280) == ["", ""]
     files = {name: {path.name for path in (tmp_path / name).iterdir()} for name in ("one", "two")}
@@ -112,7 +112,7 @@ def test_two_ranks_export_the_files_of_one_process_and_refuse_together(folder: P
 @pytest.mark.timeout(900)
 def test_what_ranks_cannot_share_is_exported_by_the_first(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    run_dir = trained(folder, "llama3_debug", run="shared")  # 4 heads
+    run_dir = trained(folder, "llama3_debug")  # 4 heads
     assert module._why_one_rank(None, None, ["dcp"], "bf16", gate=True) == "only --to hf is written by several ranks"  # type: ignore[arg-type]
     for ranks, to in ((2, ["hf", "dcp"]), (3, ["hf"])):
         one, several = (tmp_path / f"{words}-{ranks}-{'-'.join(to)}" for words in ("one", "several"))
@@ -156,7 +156,7 @@ Path(sys.argv[2] + os.environ["RANK"]).write_text(str(peak - before))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_rank_of_an_export_with_the_gate_holds_the_model(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    run_dir = trained(folder, "llama3_debug", run="ranks-llama3_debug", rope_factor=8.0, rope_original_seq_len=16)
+    run_dir = trained(folder, "llama3_debug", rope_factor=8.0, rope_original_seq_len=16)
     large = tmp_path / "large"
     shutil.copytree(run_dir, large, ignore=shutil.ignore_patterns("checkpoints"))
     config = (large / "config.toml").read_text()

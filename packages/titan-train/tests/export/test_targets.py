@@ -57,7 +57,7 @@ def test_gguf_holds_deepseek_v2_and_narrow_weights(
     args: dict[str, object], dtype: str, folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("gguf")
-    run_dir = trained(folder, "deepseek_debug", run=f"gguf-{len(args)}", **args)
+    run_dir = trained(folder, "deepseek_debug", **args)
     checks = export_run(run_dir, tmp_path / "model", to=["gguf"], dtype=dtype)["gguf"]  # type: ignore[arg-type]
     assert [check.name for check in checks] == ROWS
 
@@ -89,7 +89,7 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused_before_the_model_is_loaded(
     pytest.importorskip("tokenizers")
     export_run(trained(folder, "gpt_debug"), tmp_path / "hf", gate=False)
     tokenizer = {"kind": "hf", "path": str(tmp_path / "hf")}
-    run_dir = trained(folder, "gpt_debug", run="gguf-tokenizer", steps=2, tokenizer=tokenizer)
+    run_dir = trained(folder, "gpt_debug", steps=2, tokenizer=tokenizer)
     monkeypatch.setattr(
         "titan_train.export.run.compute_reference", lambda *_, **__: pytest.fail("the model was loaded")
     )
@@ -100,7 +100,7 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused_before_the_model_is_loaded(
 def test_experts_that_transformers_lacks_are_exported_where_no_class_of_it_is_needed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = trained(folder, "qwen3_moe_debug", run="shared", num_shared_experts=1)
+    run_dir = trained(folder, "qwen3_moe_debug", num_shared_experts=1)
     checks = export_run(run_dir, tmp_path / "dcp", to=["dcp"], dtype="fp32")["dcp"]
     assert all(check.passed for check in checks)
     monkeypatch.setattr(
