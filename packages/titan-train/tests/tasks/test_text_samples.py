@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import titan_train.task as tasks
 from titan_testing import run_ranks
 from titan_train.config import parse_config
+from titan_train.config.model import ModelConfig
 from titan_train.inputs import prepare_inputs
+from titan_train.launch.validate import validate
 from titan_train.tasks.text import TextTask
 from titan_train.train import Trainer
 from torch import nn
@@ -95,17 +98,33 @@ def test_a_task_of_text_is_trained_on_its_own_loss(folder):
     assert losses[1] == pytest.approx(2 * losses[0], rel=1e-5)  # chunks add up in another order
 
 
-def refusal_of_a_loss(folder, name, options):
-    with pytest.raises(ValueError, match="of its own") as raised:
-        Trainer(configure(folder, name, **options), task=Doubled())
-    return str(raised.value)
+@pytest.fixture
+def doubled(monkeypatch):
+    monkeypatch.setitem(tasks._registered, "doubled", Doubled)
 
 
-def test_a_loss_that_needs_whole_logits_is_refused_where_no_rank_has_them(folder):
-    for refusal in run_ranks(refusal_of_a_loss, 2, folder, "own-loss", {"parallel": {"tp": 2}}):
-        assert refusal.startswith(
-            "parallel.tp=2: Doubled has a loss of its own, and each rank has a part of the logits. "
-        )
+@pytest.mark.usefixtures("doubled")
+def test_a_loss_that_needs_whole_logits_is_refused_before_ranks_start(folder):
+    model = {"name": "llama3_debug", "seq_len": 32, "task": "doubled"}
+    cut = dataclasses.replace(configure(folder, parallel={"tp": 2}), model=ModelConfig(**model))
+    with pytest.raises(
+        ValueError, match=r"^parallel.tp=2: Doubled has a loss of its own, and each rank has a part of the logits\. "
+    ):
+        validate(cut, 2)
+    ahead = dataclasses.replace(configure(folder), model=ModelConfig(**model, args={"mtp_depth": 1}))
+    with pytest.raises(ValueError, match=r"^model.args.mtp_depth: Doubled has a loss of its own"):
+        validate(ahead, 1)
+
+
+@pytest.mark.usefixtures("doubled")
+def test_a_float8_head_goes_with_a_loss_that_it_does_not_compute(folder):
+    config = configure(folder, "float8-head")
+    float8 = dataclasses.replace(config.float8, recipe="rowwise", skip=("layers.0",), min_speedup=0.0)
+    config = dataclasses.replace(config, float8=float8)
+    with pytest.raises(ValueError, match=r"is float8, but train\.fused_loss=true"):
+        validate(config, 1)
+    model = dataclasses.replace(config.model, task="doubled")
+    validate(dataclasses.replace(config, model=model), 1)
 
 
 def train_on_whole_logits(folder, name, options):

@@ -19,13 +19,13 @@ from torch import nn
 from titan_train.config import Config
 from titan_train.kernels.apply import apply_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
-from titan_train.models.common.loss import NextTokenLoss, ObservedLoss
+from titan_train.models.common.loss import ObservedLoss
 from titan_train.models.common.moe.balance import moe_layers, set_sequence_group
 from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
-from titan_train.parallel.check import check_model
+from titan_train.parallel.check import check_model, has_own_loss
 from titan_train.parallel.compiled import compile_blocks, compile_pieces, has_whole_graphs
 from titan_train.parallel.data_parallel import apply_data_parallel
 from titan_train.parallel.expert.apply import apply_expert_parallel
@@ -49,7 +49,7 @@ from titan_train.parallel.tensor.micro_pipeline import (
     micro_pipeline_options,
     overlaps_by_compiler,
 )
-from titan_train.parallel.tensor.styles import merge_tables, style_of, table_for
+from titan_train.parallel.tensor.styles import merge_tables, table_for
 from titan_train.parallel.tied import meaning_all_copies, parameter_names, tied_to_first
 from titan_train.task import ContextCut, Task, load_task
 
@@ -81,16 +81,15 @@ def build_parallel_model(
     freeze(whole, config.train.freeze)
     hold_weights(whole, config.optimizer.weights)
     task = task or load_task(config)
-    check_model(config, layout, plan_batch(config, layout), whole, task)
+    check_model(config, layout, plan_batch(config, layout), whole, task, vocab_size=vocab_size)
     config = meaning_all_copies(config, whole)
     chosen = choose_kernels(config.kernels, device)
     check_taken(apply_kernels(whole, chosen), config.kernels, config.model.name)
 
     table = merge_tables(whole, table_for(whole), config.parallel.tp_plan) if layout.spec.tp > 1 else {}
     loss, sums = task.loss(config, vocab_size), task.loss_parts(config)
-    own = sums is not None or not isinstance(loss, NextTokenLoss)
+    own = has_own_loss(task, config, vocab_size)
     if own:
-        _check_own_loss(config, whole, task, table)
         config = replace(config, train=replace(config.train, fused_loss=False))
     observed = None if sums is None else ObservedLoss(loss, sums.names, sums.sums)
     loss = kernel_loss(observed or loss, chosen, config, vocab_size, whole_vocabulary=layout.spec.tp == 1 and not own)
@@ -139,20 +138,6 @@ def build_parallel_model(
         pipeline=pipeline,
         report=report,
     )
-
-
-def _check_own_loss(config: Config, whole: nn.Module, task: Task, table: StyleTable) -> None:
-    """Refuse what computes the cross-entropy in the place of a task's own loss."""
-    cut = any(style_of(name, table) == "head" for name, _ in whole.named_modules())
-    for setting, given, why in (
-        (f"parallel.tp={config.parallel.tp}", cut, "each rank has a part of the logits"),
-        ("model.args.mtp_depth", mtp_of(whole) is not None, "the modules compute the cross-entropy in the head"),
-    ):
-        if given:
-            raise ValueError(
-                f"{setting}: {type(task).__name__} has a loss of its own, and {why}. Leave {setting.partition('=')[0]} at its "
-                "default, or let the method loss return titan_train.models.common.loss.whole_vocabulary_loss."
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from titan_train.config import Config
 from titan_train.config.recipe import MTPConfig
 from titan_train.kernels.apply import check_kernels
 from titan_train.models.call import active_dropout
+from titan_train.models.common.loss import NextTokenLoss
 from titan_train.models.common.mtp import mtp_of
 from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import check_activations
@@ -27,7 +28,7 @@ from titan_train.parallel.qk_clip import check_qk_clip
 from titan_train.parallel.stages import check_stages
 from titan_train.parallel.tensor.checks import check_tensor_parallel
 from titan_train.parallel.tensor.float8_linears import check_gather
-from titan_train.parallel.tensor.styles import merge_tables, table_for
+from titan_train.parallel.tensor.styles import merge_tables, style_of, table_for
 from titan_train.parallel.tied import meaning_all_copies
 from titan_train.task import Task, load_task
 from titan_train.trust.owner import describe_error, raised_in
@@ -53,7 +54,7 @@ def check_model(
         batch: How a step is cut.
         model: The whole model, on the meta device.
         task: What it is trained on; None takes the configuration's.
-        vocab_size: Tokens that a module of the user's must have logits for; None does not look.
+        vocab_size: The tokenizer's. A module of the user's must have logits for all of it; None does not look.
 
     Raises:
         ValueError: Heads, widths, experts, layers or lengths do not fit; the message names both numbers.
@@ -62,7 +63,11 @@ def check_model(
     spec, parallel = layout.spec, config.parallel
     check_float8(config, model)
     config = meaning_all_copies(config, model)
-    _check_head(config, layout, batch, model)
+    own_loss = has_own_loss(task, config, vocab_size)
+    if own_loss:
+        _check_own_loss(config, layout, model, task)
+    else:
+        _check_head(config, layout, batch, model)
     check_backend(config.compile.backend)
     check_recorded(config)
     check_cudagraphs(config, layout, model)
@@ -100,6 +105,26 @@ def check_model(
         check_context_parallel(config, layout, batch, model)
     check_stages(config, layout, batch, model)
     check_gather(config)
+
+
+def has_own_loss(task: Task, config: Config, vocab_size: int | None) -> bool:
+    """The task's loss needs the model's whole output: it is not the cross-entropy that a head can compute."""
+    return task.loss_parts(config) is not None or not isinstance(task.loss(config, vocab_size), NextTokenLoss)
+
+
+def _check_own_loss(config: Config, layout: Layout, model: nn.Module, task: Task) -> None:
+    """Refuse what computes the cross-entropy in the place of a task's own loss."""
+    table = merge_tables(model, table_for(model), config.parallel.tp_plan) if layout.spec.tp > 1 else {}
+    cut = any(style_of(name, table) == "head" for name, _ in model.named_modules())
+    for setting, given, why in (
+        (f"parallel.tp={layout.spec.tp}", cut, "each rank has a part of the logits"),
+        ("model.args.mtp_depth", mtp_of(model) is not None, "the modules compute the cross-entropy in the head"),
+    ):
+        if given:
+            raise ValueError(
+                f"{setting}: {type(task).__name__} has a loss of its own, and {why}. Leave {setting.partition('=')[0]} at its "
+                "default, or let the method loss return titan_train.models.common.loss.whole_vocabulary_loss."
+            )
 
 
 def _check_head(config: Config, layout: Layout, batch: BatchPlan, model: nn.Module) -> None:
