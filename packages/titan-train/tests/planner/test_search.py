@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib import resources
 
 import pytest
+import titan_cp
 import torch
 from titan_pipeline import FAMILIES, build_schedule, simulate, verify
 from titan_train.config import load_config
@@ -25,6 +26,7 @@ from titan_train.planner.search.space import PlanRequest, degrees
 from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import config_toml, setup_of_config
 from titan_train.planner.view.tables import ranking_text
+from titan_train.tasks.diffusion.context import plan_joint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -431,6 +433,32 @@ def test_any_number_of_devices_is_written_as_machines_that_fill_it(devices: int,
     file.write_text(config_toml("llama3_1b", setup, nproc=8))
     launch = load_config(str(file)).launch
     assert (launch.nproc, launch.nproc * launch.nnodes) == (each, devices)
+
+
+@pytest.mark.parametrize(("model", "tp"), [("llama3_8b", 1), ("llama3_8b", 8), ("qwen3_14b", 1), ("flux_dev", 1)])
+@pytest.mark.parametrize("cp", [2, 4, 16])
+def test_context_parallelism_is_planned_by_the_method_that_the_run_takes(model: str, tp: int, cp: int) -> None:
+    words = f"--model.name={model} --parallel.cp={cp} --parallel.tp={tp} --train.dtype=bf16"
+    config = load_config("flux_dev" if model == "flux_dev" else "llama3_1b", words.split())
+    widths = next(block.attention for block in shape_of_config(config).blocks)
+    heads, kv_heads = max(1, widths.heads // tp), max(1, widths.kv_heads // tp)
+    plan = plan_joint(config, heads, widths.head_dim, 0, torch.bfloat16) if model == "flux_dev" else titan_cp.plan(
+        8192, size=cp, rank=0, num_heads=heads, num_kv_heads=kv_heads, head_dim=widths.head_dim, dtype=torch.bfloat16,
+        method="auto",
+    )  # fmt: skip
+    setup = setup_of_config(config, cp * tp)
+    asked = ("ulysses", plan.ulysses_degree) if plan.method == "usp" else (plan.method, 0)
+    assert (setup.cp_method, setup.ulysses_degree) == asked
+
+
+def test_usp_takes_an_exchange_of_heads_among_neighbours_and_a_ring_between_them() -> None:
+    machine, shape = load_machine("h100"), find_shape("llama3_8b")
+    setup = Setup(seq_len=32_768, global_batch=1, cp=16, cp_method="ulysses")
+    both, heads, ring = (
+        estimate(shape, machine, replace(setup, **asked)).time.terms["cp"]
+        for asked in ({"ulysses_degree": 8}, {}, {"cp_method": "ring"})
+    )
+    assert 0 < both < min(heads, ring)  # heads go inside a machine, and a ring of 2 hides behind attention
 
 
 def test_the_memory_of_the_list_is_that_of_its_setups() -> None:

@@ -60,6 +60,8 @@ class Setup:
     dispatcher: Dispatcher = "alltoall"
     ep_overlap: bool = False
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"
+    ulysses_degree: int = 0
+    """ulysses: ranks that exchange heads, between whose groups keys go round a ring (usp); 0 is all of them, without a ring."""
     loss: Loss = "compiled"
     task: Literal["pretrain", "lora"] = "pretrain"
     overlap: bool = True
@@ -146,7 +148,7 @@ class Setup:
         if self.sharding != "fsdp" or not self.reshard:
             words.append(self.sharding if self.sharding != "fsdp" else "fsdp no-reshard")
         if self.cp > 1:
-            words.append(self.cp_method)
+            words.append("usp" if self.ulysses_degree else self.cp_method)
         if self.ep > 1:
             words.append(self.dispatcher)
         if self.async_tp:

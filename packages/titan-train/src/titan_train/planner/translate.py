@@ -6,7 +6,7 @@ import math
 from titan_train.config import Config
 from titan_train.planner.cost.schedules import stages_of
 from titan_train.planner.setup import Loss, Setup
-from titan_train.planner.shapes import is_diffusion, returns_logits
+from titan_train.planner.shapes import is_diffusion, returns_logits, shape_of_config
 
 
 def setup_of_config(config: Config, gpus: int) -> Setup:
@@ -35,6 +35,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
     stages = config.pipeline.stages_per_rank or stages_of(config.pipeline.schedule)
     copies = p.mode == "ddp" or (p.mode == "auto" and replicate > 1 and dp == replicate and p.cp == 1)
     recompute = {"none": "none", "full": "full", "every": "full"}.get(kind, "selective")
+    method, degree = _context_method(config)
     return Setup(
         seq_len=config.model.seq_len,
         global_batch=train.global_batch,
@@ -58,7 +59,8 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         stack="compile" if config.compile.enabled else "eager",
         fused_norms=config.launch.device != "cpu",
         async_tp=p.async_tp,
-        cp_method=_cp_method(config),  # type: ignore[arg-type]
+        cp_method=method,  # type: ignore[arg-type]
+        ulysses_degree=degree,
         loss=_loss(config),
         offload_activations=1.0 if config.activations.offload else 0.0,
         offload_optimizer=1.0 if p.offload != "none" else 0.0,
@@ -75,10 +77,31 @@ def _loss(config: Config) -> Loss:
     return "chunked" if config.train.fused_loss else "compiled" if config.compile.enabled else "eager"
 
 
-def _cp_method(config: Config) -> str:
-    """What ``auto`` chooses in most layouts: a ring where attention is causal, else an exchange of heads."""
-    auto = "ulysses" if is_diffusion(config.model.name) else "ring"
-    return {"auto": auto, "usp": "ulysses"}.get(config.context.method, config.context.method)
+def _context_method(config: Config) -> tuple[str, int]:
+    """`Setup.cp_method` and `Setup.ulysses_degree` of the run; what is left to titan-cp is asked of it, which imports torch."""
+    context, cp = config.context, config.parallel.cp
+    if cp == 1 or context.dynamic:
+        return "ring", 0
+    if context.method not in ("auto", "usp"):
+        return context.method, 0
+    try:
+        widths = next((b.attention for b in shape_of_config(config).blocks if b.attention is not None), None)
+    except ValueError:  # a model whose shape is not known
+        widths = None
+    if widths is None:
+        return "ring", 0
+    heads, kv_heads = (max(1, number // config.parallel.tp) for number in (widths.heads, widths.kv_heads))
+    if context.method == "auto" and is_diffusion(config.model.name):
+        return ("allgather" if heads % cp else "ulysses"), 0
+    import titan_cp
+    import torch
+
+    plan = titan_cp.plan(
+        config.model.seq_len, size=cp, rank=0, num_heads=heads, num_kv_heads=kv_heads, head_dim=widths.head_dim,
+        value_dim=widths.v_dim, dtype=torch.float32 if config.train.dtype == "fp32" else torch.bfloat16,
+        method=context.method, layout=context.layout, ulysses_degree=context.ulysses_degree or None, pad=True,
+    )  # fmt: skip
+    return ("ulysses", plan.ulysses_degree) if plan.method == "usp" else (plan.method, 0)
 
 
 def _precision(config: Config) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from titan_train.models.shape import AttentionWidths, Block, DeltaShape, ExpertsShape, FeedForwardShape, StateSpaceShape
 from titan_train.planner.cost.constants import Constants
-from titan_train.planner.cost.links import Span, exchange_seconds, gather_seconds
+from titan_train.planner.cost.links import Span, exchange_seconds, gather_seconds, span
 from titan_train.planner.cost.products import DeviceRates, cast_seconds, plain_precision, product_seconds, rates
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.setup import Setup
@@ -194,19 +194,33 @@ def _measured_attention(c: Context, a: AttentionWidths) -> tuple[float, float] |
 
 def _context_transfers(c: Context, a: AttentionWidths, cost: BlockCost, compute: float) -> None:
     """Ring hops hide behind attention; an all-to-all and an all-gather stand in front of it."""
-    setup, n = c.setup, c.setup.cp
+    setup, around = c.setup, c.cp
     kv = 2.0 * setup.tokens * a.kv_heads * (a.head_dim + a.v_dim) / min(setup.tp, a.kv_heads)
     if setup.cp_method == "ulysses":
+        heads, around = _of_heads(c)
         sent = 2.0 * setup.tokens * (2 * a.heads + 2 * a.kv_heads) * a.head_dim / setup.tp
-        seconds = exchange_seconds(sent, c.cp, c.machine, network_share=c.constants.network)
-        seconds += 3 * c.cp.latency_s
+        seconds = exchange_seconds(sent, heads, c.machine, network_share=c.constants.network)
+        seconds += 3 * heads.latency_s
         cost.add("cp", seconds, seconds)
-    elif setup.cp_method == "allgather":
-        gather = gather_seconds(kv * n, c.cp)
+    if setup.cp_method == "allgather":
+        gather = gather_seconds(kv * setup.cp, c.cp)
         cost.add("cp", gather, 1.5 * gather)
-    else:
-        hop = (n - 1) * (kv / c.cp.bytes_per_s * (1 if c.cp.local else c.cp.per_domain) + c.cp.latency_s)
+    elif around.size > 1:
+        each = kv / around.bytes_per_s * (1 if around.local else around.per_domain) + around.latency_s
+        hop = (around.size - 1) * each
         cost.add("cp", max(0.0, hop - compute), max(0.0, 3 * hop - 2.5 * compute))
+
+
+def _of_heads(c: Context) -> tuple[Span, Span]:
+    """The ranks of Ulysses, neighbours, and those of the ring between their groups."""
+    s, local, network = c.setup, c.constants.local, c.constants.network
+    degree = s.ulysses_degree or s.cp
+    if degree == s.cp:
+        return c.cp, span(c.machine, 1, s.tp, local_share=local, network_share=network)
+    return (
+        span(c.machine, degree, s.tp, local_share=local, network_share=network),
+        span(c.machine, s.cp // degree, s.tp * degree, local_share=local, network_share=network),
+    )
 
 
 def _experts(c: Context, e: ExpertsShape, cost: BlockCost) -> None:
