@@ -80,6 +80,27 @@ def test_bfloat16_weights_sum_without_loss():
         assert bool((layer.weight.grad == 300).all()), name
 
 
+def recomputed(layer, x):
+    return torch.utils.checkpoint.checkpoint(layer, x.requires_grad_(), use_reentrant=False)
+
+
+def offloaded(layer, x):
+    with torch.autograd.graph.save_on_cpu():
+        return layer(x)
+
+
+@pytest.mark.parametrize("run", [recomputed, offloaded])
+@pytest.mark.parametrize("kind", [Float8Linear, nn.Linear])
+def test_so_they_do_where_backward_gets_copies_of_weights(kind, run):
+    layer = kind(16, 16, bias=False, dtype=torch.bfloat16)
+    sums = MainGradients(layer)
+    with sums:
+        for value in (256, 1):
+            run(layer, torch.full((1, 16), value, dtype=torch.bfloat16)).sum().backward()
+    ((_, total),) = sums.items()
+    assert bool((total == 257).all())
+
+
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise_gw_hp"])
 def test_steps_and_blocks_start_from_zero_unless_gradients_are_kept(recipe):
     model = make(recipe, torch.float32)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from titan_fp8 import ConstantWeights, Float8Linear
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 N, K = 48, 64
 
@@ -204,6 +205,14 @@ def test_a_weight_is_cast_once_in_a_declared_block_and_each_time_outside() -> No
         with constant:
             assert [casts_of(run) for _ in range(3)] == [1, 0, 0]
     assert casts_of(run) == 2
+
+
+def test_a_recomputed_layer_casts_once_too() -> None:
+    layer, _ = pair()
+    x = torch.randn(8, K, requires_grad=True)
+    run = lambda: checkpoint(layer, x, use_reentrant=False).sum().backward()  # noqa: E731
+    with ConstantWeights(layer):
+        assert [casts_of(run) for _ in range(3)] == [1, 0, 0]
 
 
 def test_the_outermost_block_decides_and_frozen_weights_keep_their_casts_over_steps() -> None:

@@ -81,6 +81,7 @@ class _Accumulating(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, w)
+        ctx.owner = w  # what is saved may come back as a copy, without main_grad
         return F.linear(x, w, bias)
 
     @staticmethod
@@ -89,7 +90,7 @@ class _Accumulating(torch.autograd.Function):
         x, w = ctx.saved_tensors
         dx = g @ w if ctx.needs_input_grad[0] else None
         db = g.sum(0) if ctx.needs_input_grad[2] else None
-        main = main_grad_of(w)
+        main = main_grad_of(ctx.owner)
         if main is None:  # the block was left between forward and backward
             return dx, g.t() @ x, db
         add_product(main, g, x)

@@ -236,6 +236,7 @@ def multiply(
         for w, bias, cache in zip(weights, biases, caches, strict=True)
     )
     ctx.call, ctx.caches, ctx.count = call, caches, count
+    ctx.owners = _owners(weights, caches)
     ctx.rows, ctx.columns = xq.rows, xq.columns
     ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
     ctx.save_for_backward(*kept, xq.data_t, xq.scale_t, xq.hp, *weights)
@@ -261,7 +262,7 @@ def gradients(
     dx: Tensor | None = None
     dws: list[Tensor | None] = []
     dbs: list[Tensor | None] = []
-    for i, (g, w) in enumerate(zip(grads, weights, strict=True)):
+    for i, (g, w, owner) in enumerate(zip(grads, weights, ctx.owners, strict=True)):
         need_w, need_b = need[i], need[ctx.count + i]
         dws.append(None)
         dbs.append(bias_gradient(g, ctx.bias_dtypes[i]) if need_b else None)
@@ -269,15 +270,29 @@ def gradients(
             continue
         gq = products.cast_grad(g, for_weight_grad=need_w, amax_group=call.amax_group)
         if need_x:
-            wq = weight_cast(w, call, ctx.caches[i], in_backward=True)
+            wq = weight_cast(w, call, ctx.caches[i], in_backward=True, owner=owner)
             part = products.input_gradient(gq, wq, ctx.x_dtype)
             dx = part if dx is None else dx + part
-        main = main_grad_of(w) if need_w else None
+        main = main_grad_of(w if owner is None else owner) if need_w else None
         if main is not None:
             add_float8(main, products, gq, xq)
         elif need_w:
             dws[i] = products.weight_gradient(gq, xq, w.dtype)
     return dx, [*dws, *dbs]
+
+
+def _owners(weights: Sequence[Tensor], caches: Sequence[WeightCache | None]) -> tuple[Tensor | None, ...]:
+    """The parameters themselves, which know ``main_grad`` and are known to caches.
+
+    Saved tensors need not be: activation checkpointing and offloading give backward a copy of each. None for what would be kept
+    alive only by this, and in compiled graphs.
+    """
+    if torch.compiler.is_compiling():
+        return (None,) * len(weights)
+    return tuple(
+        w if w.is_leaf and (w.requires_grad or cache is not None) else None
+        for w, cache in zip(weights, caches, strict=True)
+    )
 
 
 class _Deferred(torch.autograd.Function):
@@ -332,21 +347,26 @@ def open_cache(cache: WeightCache | None, w: Tensor) -> WeightCache | None:
     return cache if cache is not None and cache.keeps(w) else None
 
 
-def weight_cast(w: Tensor, call: Call, cache: WeightCache | None, *, in_backward: bool = False) -> QTensor:
-    """The float8 weight: as FSDP2 gathered it, from the cache, or cast now."""
+def weight_cast(
+    w: Tensor, call: Call, cache: WeightCache | None, *, in_backward: bool = False, owner: Tensor | None = None
+) -> QTensor:
+    """The float8 weight: as FSDP2 gathered it, from the cache (by its ``owner``, where ``w`` is a copy), or cast now."""
     if isinstance(w, GatheredWeight):
         return w.operand(call.recipe, for_input_grad=in_backward)
+    owner = w if owner is None else owner
     if isinstance(w, ShardedWeight):
         w = w.tensor
-    known = None if cache is None else cache.find(w)
+    if isinstance(owner, ShardedWeight):
+        owner = owner.tensor
+    known = None if cache is None else cache.find(owner)
     if known is not None and not (in_backward and known.data_t is None):
         return known
     # Without a cache the forward's cast is dropped, and backward makes its own: each then needs one layout.
     both = in_backward or (cache is not None and call.input_grad)
     products = unwatched(call.products, (w,))
     wq = products.cast_weight(w, for_input_grad=both, amax_group=call.amax_group)
-    if cache is not None and cache.keeps(w):
-        cache.keep(w, wq)
+    if cache is not None and cache.keeps(owner):
+        cache.keep(owner, wq)
     return wq
 
 
