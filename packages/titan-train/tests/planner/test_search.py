@@ -479,6 +479,9 @@ def test_adapters_are_predicted_as_adapters() -> None:
     assert "gradients" not in adapted
     assert adapted["optimizer"] < whole["optimizer"] / 20
     assert adapted["parameters"] == whole["parameters"]  # frozen ones stay in float32
+    spread = Setup(seq_len=2048, global_batch=8, dp_shard=8, task="lora")
+    kept = memory_peak(shape, replace(spread, reshard=False)).allocated - memory_peak(shape, spread).allocated
+    assert kept > shape.parameters()  # most of the gathered weights, in bf16
 
 
 def test_adapters_are_planned_as_adapters() -> None:

@@ -36,9 +36,10 @@ def state_bytes(
 
     if setup.task == "lora":
         kept = sum(n / (s if setup.sharding == "fsdp" else 1) for n, s in both)
-        return _offloaded(
-            {"parameters": setup.weight_bytes * kept, "gradients": 0.0, "optimizer": 0.02 * 16 * kept}, setup
-        )
+        out = {"parameters": setup.weight_bytes * kept, "gradients": 0.0, "optimizer": 0.02 * 16 * kept}
+        if setup.sharding == "fsdp" and (setup.pp > 1 or not setup.reshard):
+            out["gathered"] = 2.0 * (dense + experts)
+        return _offloaded(out, setup)
     if setup.sharding == "fsdp":
         local = sum(n / s for n, s in both)
         whole = dense + experts
