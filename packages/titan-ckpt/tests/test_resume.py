@@ -298,3 +298,19 @@ def test_own_settings_restore_into_other_groups_and_other_parameters(tmp_path, c
     assert torch.equal(joined.state[other[1].weight]["exp_avg"], optim.state[model[1].weight]["exp_avg"])
     assert not joined.state[other[2].weight]
     assert ["it is left out" in caplog.text, "they keep what they have" in caplog.text] == [True, True]
+
+
+def test_own_settings_by_name_restore_the_others(tmp_path):
+    model = torch.nn.Linear(3, 3)
+    optim = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+    for group, decay in zip(optim.param_groups, (0.5, 0.0), strict=True):
+        group |= {"weight_decay": decay, "k": 7, "d": torch.tensor(3.0)}
+    Checkpointer(tmp_path).save(1, TrainState(model=model, optim=optim))
+    joined = torch.optim.SGD(model.parameters(), lr=0.2, weight_decay=0.25)
+    Checkpointer(tmp_path).restore(TrainState(model=model, optim=joined, own_settings=("lr", "weight_decay")))
+    (group,) = joined.param_groups
+    assert [group[key] for key in ("lr", "weight_decay", "k", "d")] == [0.2, 0.25, 7, 3]
+    optim.param_groups[0]["k"] = 8
+    Checkpointer(tmp_path).save(2, TrainState(model=model, optim=optim))
+    with pytest.raises(ValueError, match="different settings"):
+        Checkpointer(tmp_path).restore(TrainState(model=model, optim=joined, own_settings=("lr", "weight_decay")))

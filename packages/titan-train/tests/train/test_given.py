@@ -87,6 +87,30 @@ def test_a_resume_takes_up_the_batches_where_it_stopped(tmp_path):
     assert rest.losses == whole.losses[2:]
 
 
+class Slowing(torch.optim.SGD):
+    """Keeps the number of its steps in the groups, as optimizers of schedule-free kinds do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] /= group["k"]
+        return super().step(closure)
+
+
+def test_a_resume_keeps_what_an_optimizer_counts_in_its_groups_and_takes_the_weight_decay_of_the_configuration(
+    tmp_path,
+):
+    whole = fit(config(tmp_path, "whole"), data=batches(), optimizer=Slowing)
+    fit(config(tmp_path, "parts"), data=batches(), optimizer=Slowing, until=2)
+    rest = fit(config(tmp_path, "parts"), data=batches(), optimizer=Slowing)
+    for group, other in zip(rest.optimizer.param_groups, whole.optimizer.param_groups, strict=True):
+        assert group["k"] == STEPS
+        assert all(torch.equal(a, b) for a, b in zip(group["params"], other["params"], strict=True))
+    decayed = {"lr": 1e-3, "weight_decay": 0.25}
+    again = fit(config(tmp_path, "parts", optimizer=decayed), data=batches(), optimizer=Slowing)
+    assert again.optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
 class Counting:
     """An iterable with a state of its own: after its end it begins anew."""
 

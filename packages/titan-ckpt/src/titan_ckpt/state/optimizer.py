@@ -112,7 +112,7 @@ class OptimRestore:
         *,
         stored_dtypes: Mapping[str, torch.dtype],
         strict: bool,
-        own_settings: bool = False,
+        own_settings: bool | Collection[str] = False,
         keys: Collection[str] | None = None,
     ) -> None:
         self.targets: dict[str, tuple[str, Tensor]] = {}
@@ -126,7 +126,12 @@ class OptimRestore:
         self._index, self._saved, self._shards = index, saved, shards
         self._stored_dtypes, self._strict = stored_dtypes, strict
         self._own_settings = own_settings
-        self._hypers = {name: group["hyper"] for group in saved["groups"] for name in group["params"]}
+        self._hypers: dict[str, dict[str, Any]] = {}
+        """Parameter to the saved settings of its group that are restored."""
+        stays = () if isinstance(own_settings, bool) else own_settings
+        for group in saved["groups"]:
+            hyper = {key: value for key, value in group["hyper"].items() if key not in stays}
+            self._hypers |= dict.fromkeys(group["params"], hyper)
         self._keys = keys
         self._stored: dict[str, list[str]] = {}
         for key in index.tensors.get("optim", {}):
@@ -156,9 +161,9 @@ class OptimRestore:
             )
         self.unknown += unknown
         known = [param for param in params if names[param.name] in self._hypers]
-        keeps_settings = self._own_settings or self._keys is not None
-        found = [] if keeps_settings else [self._hypers[names[param.name]] for param in known]
-        if any(hyper is not found[0] for hyper in found):  # equal settings are one object
+        keeps_all = self._own_settings is True or self._keys is not None
+        found = [] if keeps_all else [self._hypers[names[param.name]] for param in known]
+        if not all(_equal(hyper, found[0]) for hyper in found):
             raise ValueError(
                 f"a parameter group joins parameters that had different settings when saved, {list(names)[:4]} "
                 "among them. Build the optimizer with the groups it was saved with."
@@ -283,6 +288,15 @@ def _by_block(param: Tensor, blocks: Sequence[int], whole: Sequence[int], dtype:
     size = shape(param.shape)
     stride = torch.empty(size, device="meta").stride()
     return type(part).from_local(local, part.device_mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if one is other:  # those of one saved group are
+        return True
+    pairs: list[tuple[Any, Any]] = [(value, other.get(key)) for key, value in one.items()]
+    return len(one) == len(other) and all(
+        type(a) is type(b) and (torch.equal(a, b) if isinstance(a, Tensor) else a == b) for a, b in pairs
+    )
 
 
 def _set_hyper(group: dict[str, Any], hyper: Mapping[str, Any]) -> None:

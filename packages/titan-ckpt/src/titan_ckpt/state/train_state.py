@@ -41,10 +41,11 @@ class TrainState:
     """The model as it is trained (wrapped, sharded, compiled), or this rank's pieces with their full names."""
     optim: Optimizer | Sequence[Optimizer] | None = None
     """The optimizer or optimizers of ``model``'s parameters."""
-    own_settings: bool = False
+    own_settings: bool | Collection[str] = False
     """Restore into the optimizer's groups as they are: their settings stay, parameters without saved state start from scratch,
-    and saved state of parameters that the optimizer does not have is left out. False gives groups the settings that they had
-    when saved, and refuses other parameters."""
+    and saved state of parameters that the optimizer does not have is left out. Names, such as ``("lr", "weight_decay")``: the
+    same, but only these settings stay. Optimizers that keep running values in their groups need the others. False gives groups
+    the settings that they had when saved, and refuses other parameters."""
     optim_keys: Collection[str] | None = None
     """Restore these tensors of the optimizer's state alone, such as ``("ema",)``; its other state and its settings stay. None
     restores all."""

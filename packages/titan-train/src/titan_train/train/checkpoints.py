@@ -29,6 +29,8 @@ from titan_train.train.observer import ObservedRun
 
 log = logging.getLogger(__name__)
 
+_CONFIGURED = "lr", "weight_decay", "frozen"
+"""The configuration's settings in the groups of a program's own optimizer, which may keep running values in the others."""
 _COMPRESSION, _SPIKES, _BEST = "compression", "gradient_norms", "best_validation"
 
 
@@ -192,7 +194,7 @@ class Checkpoints:
             shards=self._shards(),
             tied=tied_to_first(self._run.model.names),
             optim=self._run.optimizer,
-            own_settings=True,
+            own_settings=_CONFIGURED if self._own_optimizer else True,
             sched=self._scheduler,
             data=self._rank_state,
             dp=self._rank_state.place,
