@@ -19,8 +19,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = nn.Linear(200, 300)
-        self.lm_head = nn.Linear(300, 40, bias=False)
+        self.layer = nn.Linear(256, 384)
+        self.lm_head = nn.Linear(384, 40, bias=False)
         self.register_buffer("steps", torch.tensor(7))
 
 
@@ -54,7 +54,7 @@ def check_weights(tensors: dict[str, Tensor], model: Model) -> None:
     codes, scale = tensors["model.layer.weight"], tensors["model.layer.weight_scale_inv"]
     assert codes.dtype == torch.float8_e4m3fn
     assert scale.shape == (3, 2)
-    restored = codes.float() * scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :200]
+    restored = codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     # half a step of e4m3 is 2^-4 of a value; below 2^-6 of the block's scale steps are constant
     allowed = (weight.abs() * 2**-4).clamp(min=float(scale.max()) * 2**-10)
     assert ((restored - weight).abs() <= allowed).all()
@@ -86,7 +86,31 @@ def test_exported_codes_are_those_of_the_blockwise_recipe(tmp_path: Path) -> Non
     titan_fp8.export_hf_fp8(model, tmp_path)
     q = titan_fp8.cast(model.layer.weight.detach(), titan_fp8.RECIPES["blockwise"].w)
     codes = read(tmp_path / "model.safetensors")["layer.weight"]
-    assert torch.equal(codes.view(torch.uint8), q.data[:300, :200].view(torch.uint8))
+    assert torch.equal(codes.view(torch.uint8), q.data.view(torch.uint8))
+
+
+class Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(2, 8, 8))
+
+
+def test_what_readers_would_misread_stays_as_it_is_and_is_excepted(tmp_path: Path) -> None:
+    """Transformers takes a block of 192 rows with two scales to be 96 rows, and every ``.experts`` for float8."""
+    sizes = {"long": (192, 64), "wide": (64, 200), "short": (100, 128), "even": (256, 128)}
+    mlp = nn.ModuleDict({name: nn.Linear(k, n, bias=False) for name, (n, k) in sizes.items()})
+    experts = [nn.ModuleDict({"up": nn.Linear(64, n), "down": nn.Linear(64, 64)}) for n in (192, 64)]
+    model = nn.ModuleDict({"mlp": mlp, "a": nn.ModuleDict({"experts": Stacked()})})
+    model["b"] = nn.ModuleDict({"experts": nn.ModuleList(experts), "shared_experts": nn.Linear(64, 64)})
+    titan_fp8.convert_to_float8(model, "blockwise", skip=[], min_speedup=0)
+    titan_fp8.export_hf_fp8(model, tmp_path, rename=lambda name: name.replace("mlp.", "model.mlp."))
+    tensors = read(tmp_path / "model.safetensors")
+    scales = {name.removesuffix("_scale_inv") for name in tensors if name.endswith("_scale_inv")}
+    assert scales == {"model.mlp.short.weight", "model.mlp.even.weight", "b.shared_experts.weight"}
+    assert torch.equal(tensors["model.mlp.long.weight"], mlp["long"].weight)
+    excepted = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    ours = {f"b.experts.{i}.{name}" for i in range(2) for name in ("up", "down")}
+    assert set(excepted) == {"model.mlp.long", "model.mlp.wide", "a.experts", "b.experts"} | ours
 
 
 def test_large_models_are_split_over_files_with_an_index(tmp_path: Path) -> None:
@@ -166,5 +190,8 @@ def test_sharded_weights_are_gathered_and_written_once(tmp_path: Path) -> None:
 def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no float8 layer"):
         titan_fp8.export_hf_fp8(Model(), tmp_path)
+    odd = nn.Sequential(titan_fp8.Float8Linear(64, 192))
+    with pytest.raises(ValueError, match=r"0.weight has shape \[192, 64\].* at most 128 or a multiple"):
+        titan_fp8.export_hf_fp8(odd, tmp_path)
     with pytest.raises(ValueError, match="both renamed to 'x'"):
         titan_fp8.export_hf_fp8(build(), tmp_path, rename=lambda _: "x")

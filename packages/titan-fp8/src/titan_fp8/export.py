@@ -4,13 +4,18 @@ Each float8 layer's weight becomes two tensors, ``<name>`` (float8 e4m3 codes, `
 (float32, ``[ceil(N / 128), ceil(K / 128)]``; a value is its code times its block's scale), everything else stays as it
 is, and ``config.json`` gets a ``quantization_config``. The codes are those the blockwise recipe trains with.
 
+Readers take a matrix's block to be its size over the number of its scales, which is 128 only where a side is at most 128 or a
+multiple of it; other matrices stay as they are. Readers take every linear, and every module of experts, for float8 that the
+``quantization_config`` does not except, so it excepts all others.
+
 One tensor at a time is gathered, cast and written; the sizes are known before, so the files' headers come first.
 """
 
 import ctypes
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -42,6 +47,10 @@ _WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safe
 """What loaders look for."""
 _WRITTEN_BY = {"written_by": "titan_fp8"}
 """In the metadata of files of weights and of their index: a later export may replace them."""
+
+_BLOCK = 128
+_EXPERTS = re.compile(r"(?:.*\.)?experts(?=\.)")
+"""The module of all experts, as readers know it, at the beginning of a tensor's name."""
 
 
 class _Entry(NamedTuple):
@@ -79,7 +88,9 @@ def export_hf_fp8(
     Where parameters are sharded (DTensor) all ranks call this; rank 0 writes.
 
     Args:
-        model: Its `Float8Linear` layers are written in float8, with any recipe; all else as it is.
+        model: Its `Float8Linear` layers are written in float8, with any recipe, where each side is at most 128 or a multiple
+            of it (readers would misplace other blocks), and those in a module of experts all together or not at all; all
+            else as it is.
         folder: Made if it is missing. Files appear under their names only when complete; then those of an earlier export
             under other names are removed. A ``config.json`` is replaced.
         config: The rest of ``config.json``.
@@ -90,7 +101,7 @@ def export_hf_fp8(
         The files that make up the checkpoint, on every rank.
 
     Raises:
-        ValueError: If two tensors get one name, the model has no float8 layer, a tensor has a dtype that safetensors
+        ValueError: If two tensors get one name, the model has no such layer, a tensor has a dtype that safetensors
             lacks, or the folder holds weights without the mark of an export. Nothing is written then.
     """
     sources, skipped = _plan(model, rename)
@@ -152,39 +163,62 @@ def _is_export(path: Path) -> bool:
 
 
 def _plan(model: nn.Module, rename: Callable[[str], str]) -> tuple[list[_Source], list[str]]:
-    """What to write, in the state dict's order, and the linear layers that stay in high precision."""
-    float8 = {f"{clean_fqn(n)}.weight".lstrip(".") for n, m in model.named_modules() if isinstance(m, Float8Linear)}
-    if not float8:
-        raise ValueError(
-            "the model has no float8 layer, so nothing would be written in float8; call convert_to_float8 first."
-        )
-    sources: list[_Source] = []
-    names: dict[str, str] = {}
+    """What to write, in the state dict's order, and the modules that stay in high precision."""
+    tensors: dict[str, Tensor] = {}
+    fqns: dict[str, str] = {}
     for raw_name, value in model.state_dict().items():
         fqn = clean_fqn(raw_name)
         name = rename(fqn)
-        if name in names:
-            raise ValueError(f"{fqn} and {names[name]} are both renamed to {name!r}; make rename one-to-one.")
-        names[name] = fqn
-        tensor = plain_weight(value)
+        if name in fqns:
+            raise ValueError(f"{fqn} and {fqns[name]} are both renamed to {name!r}; make rename one-to-one.")
+        fqns[name], tensors[name] = fqn, plain_weight(value)
+    matrices = {n: [*tensor.shape] for n, tensor in tensors.items() if tensor.dim() > 1}
+    float8, experts = _float8_names(matrices.keys() & map(rename, _weights_of(model, Float8Linear)), matrices)
+    sources: list[_Source] = []
+    for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        if fqn in float8:
-            scales = (-(-shape[0] // 128), -(-shape[1] // 128))
+        if name in float8:
             entries = (
                 _Entry(name, torch.float8_e4m3fn, shape),
-                _Entry(f"{name}_scale_inv", torch.float32, scales),
+                _Entry(f"{name}_scale_inv", torch.float32, (-(-shape[0] // _BLOCK), -(-shape[1] // _BLOCK))),
             )
         elif tensor.dtype in _SAFETENSORS_DTYPES:
             entries = (_Entry(name, tensor.dtype, shape),)
         else:
-            raise ValueError(f"{fqn} is {tensor.dtype}, which safetensors cannot hold; convert it to another dtype.")
+            raise ValueError(
+                f"{fqns[name]} is {tensor.dtype}, which safetensors cannot hold; convert it to another dtype."
+            )
         sources.append(_Source(tensor, entries))
-    skipped = [
-        rename(f"{clean_fqn(n)}.weight").removesuffix(".weight")
-        for n, m in model.named_modules()
-        if isinstance(m, nn.Linear) and not isinstance(m, Float8Linear)
-    ]
-    return sources, skipped
+    linears = [rename(fqn) for fqn in _weights_of(model, nn.Linear)]
+    return sources, [*(n.removesuffix(".weight") for n in linears if n not in float8), *experts]
+
+
+def _float8_names(wanted: set[str], matrices: Mapping[str, Sequence[int]]) -> tuple[set[str], list[str]]:
+    """Which of the ``wanted`` weights of float8 layers are written in float8, and the modules of experts that are not.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if not wanted:
+        raise ValueError(
+            "the model has no float8 layer, so nothing would be written in float8; call convert_to_float8 first."
+        )
+    float8 = {name for name in wanted if all(size <= _BLOCK or size % _BLOCK == 0 for size in matrices[name])}
+    found = (_EXPERTS.match(name) for name in matrices if name not in float8)
+    experts = [*dict.fromkeys(match[0] for match in found if match is not None)]
+    float8 = {name for name in float8 if (match := _EXPERTS.match(name)) is None or match[0] not in experts}
+    if not float8:
+        name = min(wanted)
+        raise ValueError(
+            f"none of the {len(wanted)} float8 layers can be written: {name} has shape {matrices[name]}, and each side must be "
+            f"at most {_BLOCK} or a multiple of it, as readers place scales. Pad the model's sizes, or save it in bfloat16."
+        )
+    return float8, experts
+
+
+def _weights_of(model: nn.Module, kind: type[nn.Linear]) -> list[str]:
+    """Names of the weights of all layers of a kind."""
+    return [f"{clean_fqn(n)}.weight".lstrip(".") for n, m in model.named_modules() if isinstance(m, kind)]
 
 
 def _split(sources: list[_Source], max_file_bytes: int) -> list[list[_Source]]:
