@@ -42,6 +42,9 @@ CASES = {
     "gpt": ("gpt3_175b", 64, {"parallel.tp": 8, "model.seq_len": 2048}),
     "qwen3, experts": ("qwen3_30b_a3b", 8, {"parallel.ep": 8}),
     "deepseek, latent attention": ("deepseek_v2_lite", 8, {"parallel.ep": 8}),
+    "llama, float32": ("llama3_8b", 8, {"train.dtype": "fp32"}),
+    "llama, float32, never resharded": ("llama3_8b", 8, {"train.dtype": "fp32", "parallel.reshard": "never"}),
+    "llama, float32, pipeline": ("llama3_8b", 16, {"train.dtype": "fp32", "parallel.tp": 2, "parallel.pp": 2}),
     "flux": ("flux_dev", 8, {}),
     "flux, recomputed": ("flux_dev", 16, {"activations.checkpoint": "full", "train.microbatch": 2}),
 }
@@ -52,6 +55,16 @@ RECOMPUTED = {
     "llama, full": ("llama3_8b", 8, {"activations.checkpoint": "full", "train.microbatch": 2}),
     "llama, tied": ("llama3_1b", 1, {"activations.checkpoint": "full", "model.seq_len": 2048}),
     "llama, tied, shards": ("llama3_1b", 8, {"activations.checkpoint": "full", "model.seq_len": 1024}),
+    "llama, tied, float32": (
+        "llama3_1b",
+        8,
+        {"activations.checkpoint": "full", "model.seq_len": 1024, "train.dtype": "fp32"},
+    ),
+    "llama, float32, no wrapper": (
+        "llama3_1b",
+        1,
+        {"activations.checkpoint": "full", "model.seq_len": 256, "train.dtype": "fp32", "train.fused_loss": "false"},
+    ),
     "llama, tied, on the host": ("llama3_1b", 2, {"activations.checkpoint": "full", "parallel.offload": "cpu"}),
     "qwen3, selective": ("qwen3_30b_a3b", 8, {"activations.checkpoint": "selective"}),
     "deepseek, selective": ("deepseek_v2_lite", 8, {"activations.checkpoint": "selective"}),

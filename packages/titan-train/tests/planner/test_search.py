@@ -251,6 +251,17 @@ def test_an_inner_rank_of_a_v_holds_blocks_with_experts_alone() -> None:
     assert rank_parameters(shape, setup, first=False, share=1.0)[1] == pytest.approx(routed / 8)
 
 
+def test_float32_sends_twice_the_bytes_of_bf16() -> None:
+    shape, machine = find_shape("llama3_8b"), load_machine("h100")
+    instant = {name: replace(getattr(machine, name), latency_s=0.0) for name in ("local", "network")}
+    machine = replace(machine, **instant)
+    setup = Setup(seq_len=8192, global_batch=16, dp_shard=2, tp=2, cp=2, pp=2, overlap=False, cp_method="allgather")
+    wide, narrow = (estimate(shape, machine, replace(setup, precision=p)).time.terms for p in ("fp32", "bf16"))
+    assert [wide[axis] / narrow[axis] for axis in ("tp", "cp", "pp")] == pytest.approx([2.0] * 3, rel=0.1)
+    assert 1.2 < wide["dp"] / narrow["dp"] < 1.6  # gathers alone: gradients are reduced in float32 either way
+    assert wide["pointwise"] == 2 * narrow["pointwise"]
+
+
 def test_one_setup_that_does_not_fit_names_a_change_that_fits() -> None:
     shape, machine = find_shape("llama3_8b"), load_machine("h100")
     setup = Setup(seq_len=32_768, global_batch=8, dp_shard=8)

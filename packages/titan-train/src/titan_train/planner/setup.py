@@ -121,6 +121,17 @@ class Setup:
         return self.stack in ("te", "te_graphs", "te_full")
 
     @property
+    def element(self) -> int:
+        """Bytes of an element of what is computed, gathered and sent, but for what is in float8."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether parameters and gradients pass through a data-parallel wrapper: float32 that one rank holds alone does not."""
+        copies = self.dp * self.cp * (max(1, self.tp // self.ep) if self.ep > 1 else 1)
+        return self.precision != "fp32" or copies > 1 or self.offload_optimizer > 0
+
+    @property
     def expert_shard(self) -> int:
         """Ranks over which the experts that a rank computes with are sharded. Without an axis of their own, FSDP's experts are
         whole on each tensor-parallel rank; elsewhere tensor parallelism cuts them.

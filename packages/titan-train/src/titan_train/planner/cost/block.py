@@ -118,7 +118,7 @@ def _carried(c: Context, s: StateSpaceShape | DeltaShape, cost: BlockCost) -> No
 def _products(c: Context, cost: BlockCost, operator: str, shapes: list[tuple[int, int, int]]) -> None:
     """Dense products ``(inner, columns, elements to cast a token)``, each split over tp on its wider side."""
     rows = c.setup.tokens
-    accumulate = 8.0 if c.setup.sharding == "zero1" else 2.0
+    accumulate = 8.0 if c.setup.sharding == "zero1" else float(c.setup.element)
     lora = c.setup.task == "lora"
     for inner, columns, cast in shapes:
         forward = product_seconds(c.rates, rows, inner, columns / c.setup.tp)
@@ -168,7 +168,7 @@ def _attention(c: Context, a: AttentionWidths, cost: BlockCost) -> None:
     rate *= _SPARSE_RATE if a.sparse else 1.0
     scores = 0.0
     if not a.fused:
-        scores = 2.0 * setup.tokens * setup.seq_len / setup.cp * a.heads / setup.tp / c.rates.stream
+        scores = setup.element * setup.tokens * setup.seq_len / setup.cp * a.heads / setup.tp / c.rates.stream
     passes, back_passes = _SCORE_PASSES
     forward, backward = flops / rate, 2.5 * behind / (rate * c.constants.attention_backward)
     if a.fused and a.causal and not (a.window or a.sparse or a.cross_tokens) and a.head_dim == a.v_dim:
@@ -195,10 +195,10 @@ def _measured_attention(c: Context, a: AttentionWidths) -> tuple[float, float] |
 def _context_transfers(c: Context, a: AttentionWidths, cost: BlockCost, compute: float) -> None:
     """Ring hops hide behind attention; an all-to-all and an all-gather stand in front of it."""
     setup, around = c.setup, c.cp
-    kv = 2.0 * setup.tokens * a.kv_heads * (a.head_dim + a.v_dim) / min(setup.tp, a.kv_heads)
+    kv = float(setup.element) * setup.tokens * a.kv_heads * (a.head_dim + a.v_dim) / min(setup.tp, a.kv_heads)
     if setup.cp_method == "ulysses":
         heads, around = _of_heads(c)
-        sent = 2.0 * setup.tokens * (2 * a.heads + 2 * a.kv_heads) * a.head_dim / setup.tp
+        sent = float(setup.element) * setup.tokens * (2 * a.heads + 2 * a.kv_heads) * a.head_dim / setup.tp
         seconds = exchange_seconds(sent, heads, c.machine, network_share=c.constants.network)
         seconds += 3 * heads.latency_s
         cost.add("cp", seconds, seconds)
@@ -241,12 +241,12 @@ def _experts(c: Context, e: ExpertsShape, cost: BlockCost) -> None:
     )
     up = product_seconds(part, rows, width, (e.matrices - 1) * e.hidden)
     down = product_seconds(part, rows, e.hidden, width)
-    accumulate = (8.0 if setup.sharding == "zero1" else 2.0) * e.matrices * width * e.hidden / c.rates.stream
+    accumulate = (8.0 if setup.sharding == "zero1" else setup.element) * e.matrices * width * e.hidden / c.rates.stream
     casts = cast_seconds(c.rates, rows * (width + e.hidden))
     forward = local * (up + down + casts)
     backward = local * (2 * (up + down) + accumulate + 2 * casts)
-    passes = 2.0 * constants.routing_passes * routed * width / c.rates.stream
-    passes += 2.0 * constants.pointwise * 3 * routed * e.hidden / c.rates.stream
+    passes = setup.element * constants.routing_passes * routed * width / c.rates.stream
+    passes += setup.element * constants.pointwise * 3 * routed * e.hidden / c.rates.stream
     router = (
         product_seconds(c.rates, tokens, c.dim, e.num_experts, plain=True)
         + 20.0 * tokens * e.num_experts / c.rates.stream
@@ -266,7 +266,7 @@ def _experts(c: Context, e: ExpertsShape, cost: BlockCost) -> None:
     if e.latent_dim:
         _products(c, cost, "products", [(c.dim, e.latent_dim, c.dim), (e.latent_dim, c.dim, e.latent_dim)])
     if setup.ep > 1:
-        once = _dispatch_seconds(c, e, 2.0 * routed * width)
+        once = _dispatch_seconds(c, e, float(setup.element) * routed * width)
         cost.add("ep", scale * 2 * once, scale * 2 * once)
         last["ep"] = scale * once
     cost.last = last
@@ -305,7 +305,7 @@ def _pointwise(c: Context, block: Block, cost: BlockCost) -> None:
         elements += 3.0 * block.ffn.shared_hidden
     if block.streams > 1:  # around each half: read the streams twice, write what it reads; read both, write the streams
         elements += 2 * (4 * block.streams + 2) * c.dim
-    seconds = 2.0 * c.constants.pointwise * elements * setup.tokens / setup.tp / c.rates.stream
+    seconds = setup.element * c.constants.pointwise * elements * setup.tokens / setup.tp / c.rates.stream
     cost.add("pointwise", seconds, 2 * seconds)
 
 
@@ -316,7 +316,7 @@ def _tensor_transfers(c: Context, block: Block, cost: BlockCost) -> None:
     halves = (block.attention is not None or block.carried is not None) + isinstance(block.ffn, FeedForwardShape)
     if isinstance(block.ffn, ExpertsShape) and block.ffn.shared_hidden:
         halves += 1
-    activations = 2.0 * c.setup.tokens * c.dim
+    activations = float(c.setup.element) * c.setup.tokens * c.dim
     gathered = activations * (0.75 if c.setup.precision == "tensorwise" and not c.setup.te else 1.0)
     each = gather_seconds(gathered, c.tp)
     exposed = 1.0 - (c.constants.hide_tp if c.setup.async_tp else 0.0)

@@ -44,9 +44,8 @@ def rates(machine: Machine, constants: Constants, precision: Precision) -> Devic
     stream = machine.bandwidth * constants.bandwidth
     if precision in ("bf16", "fp32"):
         half = 2.0 if precision == "fp32" and machine.name != "cpu" else 1.0
-        return DeviceRates(
-            plain / half, plain / half, attention / half, stream, 2.0 * half, 0.0, machine.tables, precision
-        )
+        each = 4.0 if precision == "fp32" else 2.0
+        return DeviceRates(plain / half, plain / half, attention / half, stream, each, 0.0, machine.tables, precision)
     blocks_of_32 = precision in ("mxfp8", "nvfp4")  # units that scale blocks came with those of fp4
     peak = machine.fp4 if precision == "nvfp4" else machine.fp8
     if not peak or (blocks_of_32 and not machine.fp4):
@@ -69,7 +68,8 @@ def product_seconds(r: DeviceRates, rows: float, inner: float, columns: float, *
             return measured
     flops = 2.0 * rows * inner * columns
     if plain or r.cast_bytes == 0:
-        return flops / r.plain + 2.0 * (rows * inner + inner * columns + rows * columns) / r.stream
+        each = 2.0 if r.cast_bytes else r.operand_bytes
+        return flops / r.plain + each * (rows * inner + inner * columns + rows * columns) / r.stream
     operands = r.operand_bytes * (rows * inner + inner * columns) + 2.0 * rows * columns
     return flops / r.products + operands / r.stream
 

@@ -187,7 +187,7 @@ def _pipeline(c: Context, load: float, even: float) -> tuple[float, float]:
     # the schedule's bubble with equal stages; a rank that is loaded more waits less
     bubble = m * (load - even) + cost.bubble / (p - 1) * max(0.0, p * even - load)
     bubble += (_SPLIT_COST - 1) * m * even if cost.splits else 0.0
-    sent = 2.0 * s.tokens * shape_dim(c) / s.tp
+    sent = s.element * s.tokens * shape_dim(c) / s.tp
     link = axis_span(c.machine, c.constants, p, s.world_size // p)
     hop = sent / (link.bytes_per_s / max(1, link.per_domain)) + link.latency_s
     exposed = 1.0 if not s.overlap else 0.25 if v > 1 else 0.5
@@ -242,7 +242,7 @@ def data_parallel_seconds(c: Context, shape: ModelShape, forward: float, backwar
     replicas = axis_span(c.machine, c.constants, s.dp_replicate, s.tp * shard)
     expert_shards = s.expert_shard
     expert_group = axis_span(c.machine, c.constants, expert_shards, s.ep)
-    gather_bytes = 1.0 if s.precision == "tensorwise" or (s.te and s.float8) else 2.0
+    gather_bytes = 1.0 if s.precision == "tensorwise" or (s.te and s.float8) else float(s.element)
     train = 0.0 if s.task == "lora" else 1.0
     reduce_bytes = s.grad_bytes * train
 
@@ -286,7 +286,7 @@ def _offload(c: Context, shape: ModelShape, compute: float) -> float:
     seconds = 0.0
     if s.offload_activations:
         each = 26 if s.stack == "eager" else 17  # of a block's width; eager norms and rotations keep more
-        moved = 2.0 * s.tokens * shape.dim / s.tp * each * shape.num_layers / s.pp * s.offload_activations
+        moved = s.element * s.tokens * shape.dim / s.tp * each * shape.num_layers / s.pp * s.offload_activations
         seconds += s.microbatches * max(0.0, 2 * moved / c.machine.host_bandwidth - 0.9 * compute)
     if s.offload_optimizer:
         dense, experts = rank_parameters(shape, s)
@@ -306,7 +306,8 @@ def _optimizer(c: Context, shape: ModelShape) -> float:
     local = dense / shard + experts / (1 if s.sharding == "ddp" else s.expert_shard)
     # parameter and state read and written, gradient read, a bf16 copy written of what is no bf16 itself
     of_blocks, of_ends = s.state_bytes
-    moved = STATES_PASSES.get(s.states, 3 * s.weight_bytes + (2.0 if s.weight_bytes > 2 else 0.0) + 2 * of_blocks)
+    copy = s.element if s.weight_bytes > s.element else 0.0
+    moved = STATES_PASSES.get(s.states, 3 * s.weight_bytes + copy + 2 * of_blocks)
     seconds = moved * local * (1 - s.offload_optimizer) / c.rates.stream
     if (
         of_blocks < of_ends

@@ -85,13 +85,12 @@ def working_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes of one block's backward: what it recomputes, and the gradients on both sides of its widest operator."""
 
     def working(block: Block, at: RankTokens) -> float:
+        widest = at.element * _widest(block, shape.dim, at) * at.whole / at.tp
         if shape.kept is not None and not setup.te and setup.recompute != "none":
             again = max(0.0, shape.kept(replace(setup, recompute="none")) - shape.kept(setup))
         else:
             again = _recomputed(block, shape.dim, setup, at)
-        return (
-            again + _of_a_tile(block, shape.dim, setup, at) + 2 * 2.0 * _widest(block, shape.dim, at) * at.whole / at.tp
-        )
+        return again + _of_a_tile(block, shape.dim, setup, at) + 2 * widest
 
     return _memo(shape, setup, "working", working, lambda found: max(found, default=0.0))
 
@@ -351,6 +350,7 @@ def _estimated(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
     elif isinstance(block.ffn, ExpertsShape):
         shared = block.ffn.shared_hidden if at.tiles == 1 else 0
         kept += _experts(replace(block.ffn, shared_hidden=shared), dim, inputs, modules, returned=not setup.te)
+    kept *= at.element / 2
     if setup.stack == "eager" and block.norms <= 2:
         kept += _float32_copies(block, dim, halves)
     if setup.stack == "compile":

@@ -151,7 +151,7 @@ def rank_peak(
         counted: Bytes of the states, ``gathered`` (in backward), ``gathered at end`` (of it) and ``activations``, counted on the
             model.
     """
-    tokens, tp, fsdp = setup.tokens, setup.tp, setup.sharding != "zero1"
+    tp, fsdp, hidden = setup.tp, setup.sharding != "zero1", float(setup.element) * setup.tokens * shape.dim
     parts = dict(state_bytes(shape, setup, first=first or head, head=head, share=share))
     throughout = parts.pop("gathered", 0.0)
     if counted is None:
@@ -162,10 +162,10 @@ def rank_peak(
     stay = 0.0 if setup.te else min(1.0, 2 * setup.pp / shape.num_layers)  # two blocks: the last, and one on its way
     parts["activations"] *= 1 - setup.offload_activations * (1 - stay)
     if tp > 1:
-        parts["tp buffers"] = 3 * 2.0 * tokens * shape.dim
+        parts["tp buffers"] = 3 * hidden
     if setup.pp > 1 and setup.sharding == "fsdp":  # both ways; ours: two received ahead of need, and one on its way out
         messages = setup.stages_per_rank * setup.microbatches if setup.receive_ahead else 2 + 1
-        parts["messages"] = 2 * messages * 2.0 * tokens * shape.dim / tp
+        parts["messages"] = 2 * messages * hidden / tp
     parts["workspace"] = WORKSPACE if fsdp else 0.2 * _GIB
     backward = {"block working set": working_bytes(shape, setup)}
     loss: dict[str, float] = {}
@@ -176,12 +176,12 @@ def rank_peak(
     else:
         alone = setup.pp == 1
         at_head = gathered_head_bytes(shape, setup) if alone else 0.0
-        block = gathered_block_bytes(shape, setup) if alone else 0.0
+        block = gathered_block_bytes(shape, setup) if alone and setup.wrapped else 0.0
         backward["gathered"] = throughout + block if counted is None else counted["gathered"]
         loss["gathered"] = throughout + at_head if counted is None or alone else counted["gathered"]
         if counted is not None:
             end["gathered"] = counted.get("gathered at end", 0.0)
-        elif alone and setup.sharding == "fsdp":
+        elif alone and setup.sharding == "fsdp" and setup.wrapped:
             end["gathered"] = gathered_end_bytes(shape, setup)
     if shape.vocab and head:
         if setup.loss == "chunked":
@@ -190,8 +190,8 @@ def rank_peak(
             per_logit = _LOSS_BYTES[setup.loss] if setup.loss != "eager" or tp == 1 else 20.0
             if counted is not None:
                 per_logit -= 4.0  # saved for backward, and counted there
-            loss["logits"] = per_logit * tokens * shape.vocab / tp * (1 + shape.mtp)
-        loss["head input"] = 2 * 2.0 * tokens * shape.dim if fsdp else 0.0
+            loss["logits"] = per_logit * setup.tokens * shape.vocab / tp * (1 + shape.mtp)
+        loss["head input"] = 2 * hidden if fsdp else 0.0
     else:
         loss = {}
     end["activations"] = -parts["activations"]
@@ -214,4 +214,5 @@ def chunked_loss(shape: ModelShape, setup: Setup) -> dict[str, float]:
     vocab = shape.vocab / setup.tp
     rows = min(setup.tokens, head_chunk_rows(vocab, "cuda"))
     weight = 4.0 * shape.head_parameters / setup.tp
-    return {"logits": max(2.0 * rows * vocab, weight / 2), "head gradient": (1 + shape.mtp) * weight}
+    scaled = weight / 2 if setup.element == 2 else 0.0  # float32 is scaled in place
+    return {"logits": max(setup.element * rows * vocab, scaled), "head gradient": (1 + shape.mtp) * weight}

@@ -37,15 +37,15 @@ def state_bytes(
     if setup.task == "lora":
         kept = sum(n / (s if setup.sharding == "fsdp" else 1) for n, s in both)
         out = {"parameters": setup.weight_bytes * kept, "gradients": 0.0, "optimizer": 0.02 * 16 * kept}
-        if setup.sharding == "fsdp" and (setup.pp > 1 or not setup.reshard):
-            out["gathered"] = 2.0 * (dense + experts)
+        if setup.sharding == "fsdp" and setup.wrapped and (setup.pp > 1 or not setup.reshard):
+            out["gathered"] = float(setup.element) * (dense + experts)
         return _offloaded(out, setup)
     if setup.sharding == "fsdp":
         local = sum(n / s for n, s in both)
         whole = dense + experts
         each = setup.weight_bytes * local
         out = {"parameters": each, "gradients": each, "optimizer": state(shard, expert_shard)}
-        if setup.pp > 1:
+        if setup.pp > 1 and setup.wrapped:
             # gathered once a step, gradients added up whole, in whose place their shards come as the schedule ends; around
             # one block, or the head, what a rehearsal counts for each element
             of_dense, of_experts = (3.0 if shards > 1 else 10.0 for _, shards in both)
@@ -53,9 +53,9 @@ def state_bytes(
                 of_dense * one / setup.tp + of_experts * routed / setup.ep for _, one, routed in shape.block_sizes
             ]
             largest = max(*blocks, (4.0 if shard > 1 else 6.0) * shape.head_parameters / setup.tp if head else 0.0)
-            out["gathered"] = (2.0 + 4.0) * whole - each * (1 - setup.offload_optimizer) + largest
-        elif not setup.reshard:
-            out["gathered"] = 2.0 * whole
+            out["gathered"] = (setup.element + 4.0) * whole - each * (1 - setup.offload_optimizer) + largest
+        elif not setup.reshard and setup.wrapped:
+            out["gathered"] = float(setup.element) * whole
         return _offloaded(out, setup)
     if setup.sharding == "zero1":
         whole, local = dense + experts, sum(n / s for n, s in both)
@@ -67,7 +67,7 @@ def state_bytes(
         return _offloaded(out, setup)
     whole = dense + experts
     return {
-        "parameters": (setup.weight_bytes + 2.0) * whole,
+        "parameters": (setup.weight_bytes + (2.0 if setup.element == 2 else 0.0)) * whole,
         "gradients": setup.weight_bytes * whole,
         "optimizer": state(1, 1),
     }
@@ -87,9 +87,9 @@ def gathered_block_bytes(shape: ModelShape, setup: Setup) -> float:
     the previous unit's input to its reduction. Routed experts on an axis of their own are a unit of their own. A tied embedding
     is no unit: gathered once for embedding and head, it stays, with the head's gradient, until backward ends.
     """
-    reduced = float(setup.grad_bytes)
-    ahead = 2.0 if setup.reshard and setup.dp_shard * setup.cp > 1 else 0.0
-    own = 4.0 if setup.reshard else 2.0  # never resharded: the parameters are counted with the states
+    reduced, each = float(setup.grad_bytes), float(setup.element)
+    ahead = each if setup.reshard and setup.dp_shard * setup.cp > 1 else 0.0
+    own = 2 * each if setup.reshard else each  # never resharded: the parameters are counted with the states
 
     def around(unit: float, before: float) -> float:
         return own * unit + ahead * unit + reduced * before
@@ -107,9 +107,10 @@ def gathered_block_bytes(shape: ModelShape, setup: Setup) -> float:
 
 def gathered_head_bytes(shape: ModelShape, setup: Setup) -> float:
     """Bytes of the head's weight around the loss: gathered, and its gradient or (chunked loss) its unit's flat buffer."""
-    own = 2.0 if setup.reshard else 0.0
-    buffer = 0.0 if shape.tied or setup.dp_shard * setup.cp == 1 else 2.0
-    return (own + (buffer if setup.loss == "chunked" else 2.0)) * shape.head_parameters / setup.tp
+    each = float(setup.element)
+    own = each if setup.reshard and setup.wrapped else 0.0
+    buffer = 0.0 if shape.tied or setup.dp_shard * setup.cp == 1 else each
+    return (own + (buffer if setup.loss == "chunked" else each)) * shape.head_parameters / setup.tp
 
 
 def gathered_end_bytes(shape: ModelShape, setup: Setup) -> float:
@@ -117,9 +118,10 @@ def gathered_end_bytes(shape: ModelShape, setup: Setup) -> float:
     that of earlier microbatches.
     """
     shards = setup.dp_shard * setup.cp
-    reduction = 2.0 + setup.grad_bytes + 4.0 / shards
+    each = float(setup.element)
+    reduction = each + setup.grad_bytes + 4.0 / shards
     before = 0.0 if shape.tied else max(dense / setup.tp for _, dense, _ in shape.block_sizes)
-    compute = (4.0 if setup.reshard else 2.0) * shape.head_parameters / setup.tp + setup.grad_bytes * before
+    compute = (2 * each if setup.reshard else each) * shape.head_parameters / setup.tp + setup.grad_bytes * before
     return max(reduction * shape.head_parameters / setup.tp, compute)
 
 
