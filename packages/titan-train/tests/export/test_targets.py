@@ -6,21 +6,26 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from exported_runs import trained
+from safetensors.torch import load_file
 from titan_ckpt import Checkpointer, TrainState
 from titan_train.cli import main
+from titan_train.config import dump_config
 from titan_train.config.model import ModelConfig
+from titan_train.config.recipe import AverageConfig
 from titan_train.export.aoti_folder import exported_step
 from titan_train.export.gate import Exported
 from titan_train.export.gguf.folder import check_gguf
 from titan_train.export.load import load_exported
 from titan_train.export.run import export_run
 from titan_train.export.step_model import StepModel
-from titan_train.generation import Sampling, generate, load_run, stream_text
+from titan_train.generation import LoadedRun, Sampling, generate, load_run, stream_text
 from titan_train.models import build_model
 from titan_train.models.registry import families
 from titan_train.run_folder import read_config
@@ -303,6 +308,42 @@ def test_several_targets_are_folders_side_by_side_and_one_failure_leaves_nothing
     assert main(command) == 2
     assert "does not compute what the run's model computes (largest difference" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["both"]
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_targets_of_a_run_that_goes_on_are_of_one_step(
+    averaged: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript")
+    run_dir = shutil.copytree(trained(folder, "llama3_debug"), tmp_path / "run")
+    if averaged:
+        config = replace(read_config(run_dir), average=AverageConfig(use="checkpoints", checkpoints=2))
+        (run_dir / "config.toml").write_text(dump_config(config))
+    model = load_run(run_dir, device="cpu").model.requires_grad_(True)
+
+    def train() -> None:
+        with torch.no_grad(), Checkpointer(run_dir / "checkpoints", keep_last=3) as checkpointer:
+            for parameter in model.parameters():
+                parameter.mul_(2)
+            checkpointer.save(checkpointer.steps()[-1] + 1, TrainState(model=model, rng=False))
+
+    def loads(*args: Any, **options: Any) -> LoadedRun:
+        found = load_run(*args, **options)
+        train()
+        return found
+
+    written: list[torch.Tensor] = []
+
+    def writes(path: Path, model: Any, **_: object) -> None:
+        path.mkdir()
+        written.append(model.tok_embeddings.weight.detach().clone())
+
+    train()
+    monkeypatch.setattr("titan_train.export.run.load_run", loads)
+    monkeypatch.setattr("titan_train.export.onnx_folder.write_onnx", writes)
+    export_run(run_dir, tmp_path / "model", to=["hf", "onnx"], dtype="fp32", gate=False)
+    stored = load_file(tmp_path / "model" / "hf" / "model.safetensors")
+    assert torch.equal(stored["model.embed_tokens.weight"], written[0])
 
 
 def test_of_two_exports_at_once_the_first_one_stays(

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from titan_ckpt import Checkpointer, TrainState
 from torch import nn
 
 from titan_train.export.float8 import float8_parameters
@@ -67,9 +68,10 @@ class Job:
 
     def model(self, group: dist.ProcessGroup | None = None) -> nn.Module:
         """A model of its own on the CPU, float32, with the values that the artefacts store; cut over ``group``."""
-        model = self.load(device="cpu", group=group).model
         if self.adapted is not None:
-            model = merge_adapters(model)
+            model = merge_adapters(self.adapted)
+        else:
+            model = self.load(device="cpu", group=group).model
         _round_weights(model.float(), self)
         return model
 
@@ -79,10 +81,10 @@ def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: i
     """The job of a run's checkpoint. Merged adapters and averages of weights are first written as a checkpoint in ``scratch``."""
     run = load(device="meta")
     step = checkpoint_folders(run_dir)[run.step]
-    job = partial(Job, name=run_dir.resolve().name, dtype=dtype, max_shard_bytes=max_shard_bytes, load=load)
+    job = partial(Job, name=run_dir.resolve().name, dtype=dtype, max_shard_bytes=max_shard_bytes)
     lora = traits_of(run.model).lora is not None
     if not lora and run.config.evaluated_weights == "none":
-        yield job(run=run, step=step)
+        yield job(run=run, step=step, load=load)
         return
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".merged-") as folder:
@@ -90,7 +92,18 @@ def export_job(run_dir: Path, load: Load, *, dtype: AnyDtype, max_shard_bytes: i
         merged = merge_adapters(trained) if lora else trained
         step = merged_step(merged, Path(folder), one_rank())
         run = replace(run, model=merged.to("meta"))
-        yield job(run=run, step=step, adapted=trained if lora else None, base=_base_of(run_dir, run))
+        if lora:
+            yield job(run=run, step=step, load=load, adapted=trained, base=_base_of(run_dir, run))
+        else:
+            yield job(run=run, step=step, load=partial(_load_written, load, Path(folder)))
+
+
+def _load_written(load: Load, root: Path, *, device: str, group: dist.ProcessGroup | None = None) -> LoadedRun:
+    """The run with the values that were written to ``root``: its average changes if it deletes a checkpoint meanwhile."""
+    run = load(device=device, group=group)
+    with Checkpointer(root, group=one_rank()) as checkpointer:
+        checkpointer.restore(TrainState(model=run.model, rng=False))
+    return run
 
 
 def _base_of(run_dir: Path, run: LoadedRun) -> str:

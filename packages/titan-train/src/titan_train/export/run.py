@@ -27,6 +27,7 @@ from titan_train.export.job import AnyDtype, Job, Load, export_job
 from titan_train.export.load import TARGETS, read_exported
 from titan_train.files import write_atomic
 from titan_train.generation import load_run
+from titan_train.generation.run import saved_step
 from titan_train.models import unwrap
 from titan_train.models.hf.lora import save_adapter
 from titan_train.models.registry import family_of
@@ -60,7 +61,7 @@ def export_run(
         run_dir: The run's folder.
         out: The folder to make; must not exist. Several targets become folders in it, named after them.
         to: The targets.
-        step: Which checkpoint; None takes the newest.
+        step: Which checkpoint; None takes the newest. A run that goes on must keep it until the end (``checkpoint.keep_last``).
         dtype: Of the weights. Routing biases stay float32. ONNX and AOTInductor hold these values in float32.
         max_shard_bytes: Start another file before one passes this size (hf).
         gate: Load every artefact and compare it with the run's model, one after the other in memory. Without, hf, gguf and
@@ -89,6 +90,7 @@ def export_run(
         return export_diffusers(
             run_dir, out, to=to, step=step, dtype=dtype, max_shard_bytes=max_shard_bytes, gate=gate, group=group
         )
+    step = _one_step(run_dir, step, group)
     load = cast(Load, partial(load_run, run_dir, step=step, trust_code=trust_code, code=code))
     checks: dict[str, list[Check]] = {}
 
@@ -106,6 +108,14 @@ def export_run(
             _logger.warning("%s. The first of %d ranks exports it alone and holds the model", reason, group.size())
         _on_first(ByteComm(group), partial(export, None), f"exporting to {out}")
     return checks
+
+
+def _one_step(run_dir: Path, step: int | None, group: dist.ProcessGroup | None) -> int:
+    """The step that every rank and target takes, though the run may save another meanwhile. Collective."""
+    if group is None:
+        return saved_step(run_dir, step)
+    found = partial(saved_step, run_dir, step)
+    return ByteComm(group).from_rank0(found, f"listing the checkpoints of {run_dir}", lambda err: err)
 
 
 def _why_one_rank(load: Load, group: dist.ProcessGroup, to: Sequence[str], dtype: str, *, gate: bool) -> str | None:

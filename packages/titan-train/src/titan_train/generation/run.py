@@ -13,7 +13,7 @@ from titan_train.generation.text import LoadedRun
 from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
 from titan_train.optim.average import restore_averaged
-from titan_train.run_folder import checkpoint_folders, newest_checkpoint, read_config
+from titan_train.run_folder import checkpoint_folders, read_config
 from titan_train.task import load_task, task_name
 from titan_train.trust import admit_run_code
 
@@ -60,7 +60,7 @@ def load_run(
             model, group, device=device, plan=parallel.tp_plan, replicate_kv=parallel.replicate_kv
         )
     if torch.device(device).type == "meta":
-        return LoadedRun(config, model.eval(), tokenizer, _saved_step(run_dir, step), template)
+        return LoadedRun(config, model.eval(), tokenizer, saved_step(run_dir, step), template)
     with Checkpointer(run_dir / "checkpoints", group=group or one_rank()) as checkpointer:
         state = TrainState(model=model, rng=False, shards=shards)
         found = restore_averaged(checkpointer, state, config, step)
@@ -88,7 +88,7 @@ def load_model(
     admit_run_code(run_dir, config.model.name, trust=False, paths=())
     model = build_model(config.model, vocab_size=None, device=device).requires_grad_(False).eval()
     if torch.device(device).type == "meta":
-        return config, model, _saved_step(run_dir, step)
+        return config, model, saved_step(run_dir, step)
     with Checkpointer(run_dir / "checkpoints") as checkpointer:
         found = restore_averaged(checkpointer, TrainState(model=model, rng=False), config, step)
     return config, model, found
@@ -103,20 +103,25 @@ def one_rank() -> dist.ProcessGroup | None:
     return made
 
 
-def _config_of_trained(run_dir: Path) -> Config:
-    config = read_config(run_dir)
-    if newest_checkpoint(run_dir) is None:
+def saved_step(run_dir: Path, step: int | None) -> int:
+    """The step of a finished checkpoint: ``step``, or that of the newest. While a run goes on, the newest changes.
+
+    Raises:
+        ValueError: There is no such checkpoint.
+    """
+    saved = checkpoint_folders(run_dir)
+    if not saved:
         raise ValueError(
             f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
         )
+    if step is None:
+        return next(reversed(saved))
+    if step not in saved:
+        raise ValueError(f"{run_dir} has no checkpoint of step {step}; it has {sorted(saved)[-8:]}. Name one of these.")
+    return step
+
+
+def _config_of_trained(run_dir: Path) -> Config:
+    config = read_config(run_dir)
+    saved_step(run_dir, None)
     return config
-
-
-def _saved_step(run_dir: Path, step: int | None) -> int:
-    saved = checkpoint_folders(run_dir)
-    found = next(reversed(saved), None) if step is None else step
-    if found is None or found not in saved:
-        raise ValueError(
-            f"{run_dir} has no checkpoint of step {found}; it has {sorted(saved)[-8:]}. Name one of these."
-        )
-    return found
