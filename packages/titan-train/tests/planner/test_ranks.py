@@ -149,6 +149,24 @@ def test_a_rehearsal_holds_no_state_of_what_is_frozen():
     assert frozen.activations < whole.activations
 
 
+@pytest.mark.parametrize(
+    ("settings", "frozen"),
+    [
+        ({}, ["tok_embeddings", r"layers\.[0-2]\."]),
+        ({}, [r"layers\.[1-4]\."]),
+        ({"parallel.pp": 2}, ["tok_embeddings", r"layers\.[0-3]\."]),
+        ({"float8.recipe": "blockwise", "float8.min_speedup": 0, "float8.skip": '["lm_head", "layers.0", "layers.1"]'}, []),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_blocks_that_settings_tell_apart_are_counted_apart(monkeypatch, settings, frozen):
+    settings = {"parallel.mode": "fsdp", "model.args.num_layers": 6} | settings
+    found = ranks_of(monkeypatch, "llama3_debug", 2, settings, closed=False, frozen=frozen)
+    monkeypatch.setattr(estimate, "kinds_of", lambda _, blocks, *__, **___: list(range(len(blocks))))
+    each = ranks_of(monkeypatch, "llama3_debug", 2, settings, closed=False, frozen=frozen)
+    assert [rank.memory for rank in found] == [rank.memory for rank in each]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_selective_recomputation_is_counted_by_tensor_and_sharding(monkeypatch, name, tp):

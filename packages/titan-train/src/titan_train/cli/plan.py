@@ -7,6 +7,7 @@ are shown: one that does not fit leaves the list. `--rehearse 0` leaves that out
 """
 
 import argparse
+import gc
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -75,7 +76,14 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     )
     parser.add_argument("--port", type=integer(0, 65535), default=0, help="port of --web; 0 takes a free one")
     arguments = parser.parse_args(words)
+    gc.disable()  # torch and the estimates are a million objects that stay, and this command is over before garbage matters
+    try:
+        return _plan(arguments)
+    finally:
+        gc.enable()
 
+
+def _plan(arguments: argparse.Namespace) -> int:
     from titan_train.models.hf.folder import PREFIX
     from titan_train.models.registry import list_models
     from titan_train.planner.search.refuse import refuse_search
@@ -139,6 +147,7 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     if arguments.web:
         from titan_train.serve.loopback import serve_on_loopback
 
+        gc.enable()
         serve_on_loopback("--web", arguments.port, lambda: (build_plan_app(plan), request.shape.name))
     return 0
 

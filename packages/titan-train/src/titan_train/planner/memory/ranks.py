@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.models import accepted_inputs, count_parameters
 from titan_train.models.build import build_model
-from titan_train.models.common.moe.balance import moe_layers
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.common.mtp import AHEAD, mtp_of
 from titan_train.models.hf.cut import sort_of
@@ -38,7 +37,6 @@ from titan_train.parallel.head_loss import LossHead, fuse_head_loss
 from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
 from titan_train.parallel.layout.degrees import Mode, wrapped_over
 from titan_train.parallel.layout.run import plan_run
-from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.stages import layers_of, stage_layers, take_stage, takes_tokens
 from titan_train.parallel.structure import blocks_of, freeze, hold_weights
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
@@ -48,9 +46,12 @@ from titan_train.planner.memory.peak import WORKSPACE, MemoryPeak, rank_peak
 from titan_train.planner.memory.rehearsed import (
     BalancedDispatch,
     attend_between_pieces,
+    count_beside_rows,
+    counting_backend,
+    cut_experts,
     fuse_norms_beside,
     keep_blocks,
-    kind_of,
+    kinds_of,
     loss_like,
     norms_of_a_gpu,
     pretended_groups,
@@ -123,14 +124,12 @@ def estimate_ranks(
         layers = stage_layers(config, whole, schedule)
         last = schedule.num_stages - 1
         peaks = verify(schedule).peak  # in the unit of one rank's share of one micro-batch
-        blocks = layers_of(whole)
         measured: dict[Any, _Stage] = {}  # stages of equal layers hold equal amounts
-        for stage, here in enumerate(layers):
-            kind = rank.kind(blocks[here.start : here.stop], stage, last)
+        kinds = rank.kinds(layers)
+        for stage, (here, kind) in enumerate(zip(layers, kinds, strict=True)):
             if kind not in measured:
                 take = functools.partial(take_stage, whole, here, first=stage == 0, last=stage == last)
                 measured[kind] = rank.measure(take, here, last=stage == last)
-        kinds = [rank.kind(blocks[here.start : here.stop], stage, last) for stage, here in enumerate(layers)]
         return [
             rank.add_up(
                 [measured[kinds[s]] for s in schedule.stages_of(number)],
@@ -180,12 +179,13 @@ class RankProgram:
     compiled: list[bool] = field(default_factory=list[bool])
     """Not empty once a part has been compiled."""
 
-    def kind(self, blocks: Sequence[nn.Module], stage: int, last: int) -> Any:
-        """Equal for two stages that hold the same: their layers are alike, and no setting names a layer."""
-        parallel = self.config.parallel
+    def kinds(self, layers: Sequence[range]) -> list[Any]:
+        """For each stage of ``layers``, equal for two that hold the same: layers are alike, and no setting names one."""
+        parallel, last = self.config.parallel, len(layers) - 1
         if parallel.tp_plan or parallel.reshard_overrides or parallel.keep_fp32:
-            return stage
-        return stage == 0, stage == last, tuple(map(kind_of, blocks))
+            return list(range(len(layers)))
+        kinds = kinds_of(self.whole, layers_of(self.whole), self.config.float8)
+        return [(n == 0, n == last, tuple(kinds[here.start : here.stop])) for n, here in enumerate(layers)]
 
     def measure(self, make: Callable[[], nn.Module], layers: range | None, *, last: bool) -> _Stage:
         """What the part of the model that ``make`` builds holds; the ``last`` one ends in the loss."""
@@ -244,7 +244,8 @@ class RankProgram:
         """All of a configuration that may change what a micro-batch leaves; not over how many ranks parameters are sharded."""
         config, spec = self.config, self.layout.spec
         parallel = replace(config.parallel, dp_replicate=1, dp_shard=1, reshard="default")
-        layout = (self.mode, self.batch.microbatch, spec.tp, spec.cp, spec.ep)
+        mode = "fsdp" if self.mode == "hsdp" else self.mode
+        layout = (mode, self.batch.microbatch, spec.tp, spec.cp, spec.ep)
         return repr((replace(config, parallel=parallel), layout))
 
     def record(self, make: Callable[[], nn.Module], *, last: bool) -> "fsdp.MemoryTrace":
@@ -268,7 +269,7 @@ class RankProgram:
         spec = self.layout.spec
         held = self._cut(make())
         experts = [stack.fqn for stack in expert_stacks(held)] if spec.ep > 1 else []
-        _cut_experts(held, spec.ep)
+        cut_experts(held, spec.ep)
         policy = fsdp_policy(self.config, self.mode, experts=experts)
         sizes = {"shard": max(1, spec.dp_shard * spec.cp * spec.tp // spec.ep), "replicate": spec.dp_replicate}
         meshes = {"experts": sizes} if experts else None
@@ -365,10 +366,16 @@ class RankProgram:
         part = make()
         blocks = blocks_of(part)
         alike: dict[Any, list[int]] = {}
-        layered, shipped = self.config.activations.checkpoint in ("every", "pattern"), is_shipped(self.whole)
-        for number, block in enumerate(blocks):
+        config, shipped = self.config, is_shipped(self.whole)
+        named = (
+            config.activations.checkpoint in ("every", "pattern")
+            or config.parallel.tp_plan
+            or config.parallel.keep_fp32
+        )
+        kinds = kinds_of(part, blocks, config.float8, first=takes_tokens(part))
+        for number, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
             # of other people's blocks, equal parameters do not mean equal programs: windows alternate
-            kind = number if layered else (kind_of(block), None if shipped else sort_of(block))
+            kind = number if named else (kind, None if shipped else sort_of(block))
             alike.setdefault(kind, []).append(number)
         if most:
             largest = sorted(alike.values(), key=len)[-2:]
@@ -385,7 +392,7 @@ class RankProgram:
     def _compile(self, running: nn.Module) -> None:
         """Apply recomputation, and compile as the trainer does, as far as torch's partitioner; in place."""
         blocks = blocks_of(running)
-        compiling = replace(self.config.compile, backend="aot_eager_decomp_partition", mode="default")
+        compiling = replace(self.config.compile, backend=counting_backend(), mode="default")
         activations = replace(self.config.activations, offload=False)
         if self.experts_group is None and self.layout.spec.cp == 1 and has_whole_graphs(running):
             compile_blocks(blocks, compiling, activations, whole_graph=False)
@@ -442,8 +449,8 @@ class RankProgram:
                 stack.holder.dispatch = BalancedDispatch(self.experts_group)
         if running and self.layout.spec.cp > 1:
             attend_between_pieces(part, copies=self._setup().cp_method == "ulysses")
-        if running:  # the counts of experts must be where the rows are before a block is compiled
-            part.register_forward_pre_hook(_count_beside_rows)
+        if running:
+            part.register_forward_pre_hook(count_beside_rows)
         if head is not None:
             depth = len(mtp_of(part) or ())
             rows, seq_len = self.batch.microbatch, self.config.model.seq_len // self.layout.spec.cp
@@ -487,14 +494,3 @@ class RankProgram:
 
 def _positions(seq_len: int, hidden: Tensor) -> Tensor:
     return torch.arange(seq_len, device=hidden.device).unsqueeze(0)
-
-
-def _count_beside_rows(part: nn.Module, args: tuple[Tensor, ...]) -> None:
-    for _, layer in moe_layers(part):
-        layer.count_on(args[0].device)
-
-
-def _cut_experts(part: nn.Module, ep: int) -> None:
-    for stack in expert_stacks(part):
-        for name, parameter in list(stack.experts.named_parameters(recurse=False)):
-            slice_parameter(stack.experts, name, 0, 0, parameter.shape[0] // ep)

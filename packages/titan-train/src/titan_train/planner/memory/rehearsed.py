@@ -10,11 +10,13 @@
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
 
+import titan_fp8
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,13 +27,47 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from titan_train.config import ActivationsConfig
+from titan_train.config.compute import Float8Config
 from titan_train.models.common.attention import CausalAttention
+from titan_train.models.common.moe.balance import moe_layers
+from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.flux.blocks import FullAttention
 from titan_train.models.hf.stage_layers import StageLayers
 from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
 from titan_train.parallel.activations.tiles import tiled_modules
 from titan_train.parallel.expert.dispatch import ExpertParallelDispatch
+from titan_train.parallel.float8 import skip_patterns
+from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.structure import blocks_of
+
+
+@functools.cache
+def counting_backend() -> str:
+    """The name of a backend of torch.compile that decomposes and partitions as Inductor does, and generates no code.
+
+    ``aot_eager_decomp_partition`` does the same, and imports all of Inductor, which takes a second.
+    """
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition  # pyright: ignore[reportPrivateImportUsage]
+    from torch._dynamo import register_backend
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    def as_it_is(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return make_boxed_func(graph.forward)
+
+    def titan_rehearsal(graph: torch.fx.GraphModule, inputs: list[Tensor], **_: Any) -> Callable[..., Any]:
+        partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
+        with config.patch(unlift_effect_tokens=True):
+            return aot_autograd(
+                fw_compiler=as_it_is,
+                bw_compiler=as_it_is,
+                decompositions=select_decomp_table,
+                partition_fn=partition,
+            )(graph, inputs)
+
+    register_backend(titan_rehearsal)
+    return "titan_rehearsal"
 
 
 @contextmanager
@@ -65,14 +101,45 @@ def keep_blocks(model: nn.Module, kept: Sequence[int]) -> None:
                 del container[name]
 
 
-def kind_of(block: nn.Module) -> Any:
-    """Equal for two blocks that keep the same."""
-    return type(block), tuple((name, parameter.shape) for name, parameter in block.named_parameters())
+def kinds_of(model: nn.Module, blocks: Sequence[nn.Module], config: Float8Config, *, first: bool = True) -> list[Any]:
+    """For each of ``blocks`` what decides what it keeps, as far as its parameters tell: equal for two that keep the same.
+
+    Args:
+        model: The whole model, or a pipeline stage.
+        blocks: Its layers, in order.
+        config: Which linears are float8.
+        first: What the model is given has no gradient. A frozen block keeps nothing if no gradient passes through it.
+    """
+    skip = skip_patterns(model, config) if config.recipe != "none" else ()
+    names = {module: name for name, module in model.named_modules()}
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    before = itertools.takewhile(lambda parameter: id(parameter) not in inside, model.parameters())
+    reached, kinds = not first or any(parameter.requires_grad for parameter in before), list[Any]()
+    for block in blocks:
+        parameters = [(name, p.shape, p.requires_grad) for name, p in block.named_parameters()]
+        modules = ((name, f"{names[block]}.{name}") for name, _ in block.named_modules())
+        skipped = [name for name, of_model in modules if titan_fp8.matching_pattern(of_model, skip) is not None]
+        kinds.append((type(block), tuple(parameters), tuple(skipped), reached))
+        reached |= any(trained for _, _, trained in parameters)
+    return kinds
 
 
 def loss_like(output: Tensor) -> Tensor:
     """The loss, or one that saves what cross-entropy on float32 logits would."""
     return output if output.ndim == 0 else torch.logsumexp(output.float(), dim=-1).sum()
+
+
+def cut_experts(part: nn.Module, ep: int) -> None:
+    """Leave a rank's own experts; in place."""
+    for stack in expert_stacks(part):
+        for name, parameter in list(stack.experts.named_parameters(recurse=False)):
+            slice_parameter(stack.experts, name, 0, 0, parameter.shape[0] // ep)
+
+
+def count_beside_rows(part: nn.Module, args: tuple[Tensor, ...]) -> None:
+    """A hook before ``part``: the counts of experts are where the rows are before a block is compiled."""
+    for _, layer in moe_layers(part):
+        layer.count_on(args[0].device)
 
 
 class BalancedDispatch(ExpertParallelDispatch):

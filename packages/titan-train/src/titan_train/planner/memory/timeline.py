@@ -16,7 +16,7 @@ from titan_pipeline import Action, Kind
 from titan_train.config import Config
 from titan_train.models.build import build_model
 from titan_train.parallel.layout.run import plan_run
-from titan_train.parallel.stages import layers_of, stage_layers, take_stage
+from titan_train.parallel.stages import stage_layers, take_stage
 from titan_train.parallel.structure import freeze, hold_weights
 from titan_train.planner.memory.folder import shape_of_folder
 from titan_train.planner.memory.ranks import RankProgram, estimate_ranks
@@ -104,12 +104,13 @@ def step_timeline(config: Config, devices: int) -> MemoryTimeline:
         else:
             held |= {name: int(fullest.memory.parts.get(name, 0)) for name in ("gathered", "messages")}
             actions = schedule.compute_only().ranks[fullest.pipeline_rank]
-            layers, last, blocks = stage_layers(config, whole, schedule), schedule.num_stages - 1, layers_of(whole)
+            layers, last = stage_layers(config, whole, schedule), schedule.num_stages - 1
+            kinds = rank.kinds(layers)
             title += f", pipeline rank {fullest.pipeline_rank}"
             alike: dict[object, int] = {}
             for stage in schedule.stages_of(fullest.pipeline_rank):
                 here = layers[stage]
-                same = alike.setdefault(rank.kind(blocks[here.start : here.stop], stage, last), stage)
+                same = alike.setdefault(kinds[stage], stage)
                 if same == stage:
                     take = functools.partial(take_stage, whole, here, first=stage == 0, last=stage == last)
                     traces[stage] = rank.record(take, last=stage == last)
