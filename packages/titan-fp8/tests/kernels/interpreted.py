@@ -4,6 +4,7 @@ Run as a script with TRITON_INTERPRET=1: the variable must be set before triton 
 process, so the tests start this as a subprocess, once. Each case's value is its count of differing elements.
 """
 
+import copy
 import json
 import sys
 
@@ -210,10 +211,10 @@ def cross_entropy_errors(logits):
     """Of the sums, and of the gradient where a token has weight 0, 1 and 2."""
     labels = torch.arange(logits.shape[0]) * 7 % logits.shape[1]
     largest, total, at_label = cross_entropy.softmax_sums(logits, labels)
-    wide = logits.double()
+    wide = logits.detach().double()
     weight = (torch.arange(logits.shape[0]) % 3).float()
     expected = torch.softmax(wide, -1) - torch.nn.functional.one_hot(labels, logits.shape[1])
-    got = logits.clone()
+    got = copy.deepcopy(logits)
     cross_entropy.softmax_gradient_(got, labels, largest, weight / total, weight)
     return {
         "softmax_sums-largest": error(largest, wide.amax(-1)),
@@ -260,7 +261,11 @@ def closeness():
     results["rmsnorm_backward-dx"], results["rmsnorm_backward-dweight"] = map(error, got, expected)
     got, expected = (m.rmsnorm(x, weight, 1e-5) for m in (elementwise, reference))
     results["rmsnorm"], results["rmsnorm-rstd"] = map(error, got, expected)
-    for name, rows in (("", x), ("-one_block", x[:, :16]), ("-long", torch.cat([x, 3 * u], 1).repeat(1, 31))):
+    for name, rows in (
+        ("", x),
+        ("-one_block", torch.nn.Parameter(x[:, :16])),
+        ("-long", torch.cat([x, 3 * u], 1).repeat(1, 31)),
+    ):
         results |= {f"{key}{name}": value for key, value in cross_entropy_errors(rows).items()}
     results["swiglu"] = error(elementwise.swiglu(x, u), reference.swiglu(x, u))
     got, expected = (m.swiglu_backward(g, x, u) for m in (elementwise, reference))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 pytest.importorskip("numpy")
@@ -156,3 +157,25 @@ def test_every_poisoned_case_is_named_here(poisoned):
 @pytest.mark.parametrize("case", POISONED)
 def test_cast_into_garbage_equals_the_reference_with_its_padding(poisoned, case):
     assert poisoned[case] == 0
+
+
+def test_rows_are_copied_where_offsets_in_a_tile_would_not_fit_32_bits():
+    from titan_fp8.kernels.triton.round import row_major
+
+    assert row_major(torch.empty_strided((2, 8), (2**25, 1), device="meta")).is_contiguous()
+    near = torch.empty_strided((2, 8), (2**23, 1), device="meta")
+    assert row_major(near) is near
+
+
+def test_logits_of_a_subclass_are_refused_and_of_meta_tensors_only_the_memory_counts():
+    from titan_fp8 import softmax_gradient_, softmax_sums
+
+    class Marked(torch.Tensor):
+        pass
+
+    logits, labels, sums = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64), torch.zeros(3, 2)
+    with pytest.raises(ValueError, match=r"Marked.* to_local"):
+        softmax_sums(logits.as_subclass(Marked), labels)
+    with pytest.raises(ValueError, match="Marked"):
+        softmax_gradient_(logits.as_subclass(Marked), labels, *sums)
+    assert softmax_sums(logits.to("meta"), labels.to("meta"))[0].shape == (2,)

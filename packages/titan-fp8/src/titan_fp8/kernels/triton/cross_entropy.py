@@ -13,7 +13,8 @@ Shapes: T tokens, V entries of the vocabulary on this rank.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_fp8.kernels.triton.launch import launch
 from titan_fp8.kernels.triton.round import round_like, row_major, widen
@@ -67,11 +68,14 @@ def softmax_sums(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor
 
     Returns:
         Three ``[T]`` in float32: the largest logit; the sum of ``exp(logit - largest)``; the label's logit.
+
+    Raises:
+        ValueError: The logits are of a subclass, such as DTensor.
     """
     tokens, vocab = logits.shape
     logits, labels = row_major(logits), labels.contiguous()
     largest, total, at_label = logits.new_empty((3, tokens), dtype=torch.float32)
-    if tokens and type(logits) is Tensor:  # of a fake one only the memory counts
+    if _has_values(logits) and tokens:
         launch(
             softmax_sums_kernel, (tokens,), logits, labels, largest, total, at_label, vocab, logits.stride(0),
             BLOCK=min(_SUMS_BLOCK, triton.next_power_of_2(vocab)), HARDWARE=logits.is_cuda, num_warps=_WARPS,
@@ -90,17 +94,29 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, largest: Tensor, factor: T
         hit: ``[T]`` float32: the token's weight if its label is here, else 0.
 
     Raises:
-        ValueError: Rows are not contiguous, and could not be overwritten.
+        ValueError: Rows are not contiguous, and could not be overwritten; or the logits are of a subclass.
     """
     if logits.stride(-1) != 1:
         raise ValueError(
             f"logits of strides {logits.stride()} cannot be overwritten in place: rows must be contiguous."
         )
     tokens, vocab = logits.shape
-    if tokens and type(logits) is Tensor:
+    if _has_values(logits) and tokens:
         block = min(_GRADIENT_BLOCK, triton.next_power_of_2(vocab))
         launch(
             softmax_gradient_kernel, (tokens, triton.cdiv(vocab, block)), logits, labels.contiguous(), largest.contiguous(),
             factor.contiguous(), hit.contiguous(), vocab, logits.stride(0), BLOCK=block, HARDWARE=logits.is_cuda,
             num_warps=_WARPS,
         )  # fmt: skip
+
+
+def _has_values(logits: Tensor) -> bool:
+    """Whether there is something to compute: of fake and meta tensors only the memory counts."""
+    if logits.is_meta or isinstance(logits, FakeTensor):
+        return False
+    if type(logits) not in (Tensor, nn.Parameter):
+        raise ValueError(
+            f"logits are a {type(logits).__name__}, whose memory a kernel cannot read as it is; pass the plain tensor of this "
+            "rank, such as a DTensor's to_local()."
+        )
+    return True
