@@ -126,10 +126,12 @@ def block_bytes(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
 
 
 def _exchanged(block: Block, setup: Setup, at: RankTokens) -> float:
-    """Under Ulysses attention keeps its result by heads, and the product after it the same by tokens. Published peaks of
-    Megatron's stack leave no room for two.
+    """Under Ulysses attention keeps its result by heads, and the product after it the same by tokens; of narrow values it keeps
+    it padded and the product has one without in any case. Published peaks of Megatron's stack leave no room for two.
     """
     if block.attention is None or setup.cp == 1 or setup.cp_method != "ulysses" or setup.te:
+        return 0.0
+    if block.attention.v_dim < block.attention.head_dim:
         return 0.0
     return at.whole * at.element * share_of(block.attention.heads, at.tp) * block.attention.v_dim
 
