@@ -156,6 +156,64 @@ def test_an_accelerate_loop_resumes_bitwise(tmp_path):
     assert Checkpointer(tmp_path / "stopped").steps() == [5, 6]
 
 
+class Count:
+    """Something with a state: registered with Accelerate, a scaler, or a data loader."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def accelerated(root: Path, value: int) -> tuple[Any, Any, list[Count]]:
+    """An accelerator with two models of equal names, and with everything else that has a state; all of it is ``value``."""
+    import accelerate
+    from titan_ckpt.integrations.accelerate import AccelerateCheckpoint
+
+    accelerator: Any = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    for _ in range(2):
+        net = nn.Linear(2, 2)
+        nn.init.constant_(net.weight, value)
+        accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=value))
+    registered, scaler, loader = (Count(value) for _ in range(3))
+    loader.use_stateful_dataloader = True  # type: ignore[attr-defined]
+    accelerator.register_for_checkpointing(registered)
+    accelerator.scaler, accelerator.step = scaler, value
+    accelerator._dataloaders.append(loader)
+    return accelerator, AccelerateCheckpoint(accelerator, root), [registered, scaler, loader]
+
+
+def test_all_that_accelerate_saves_is_restored(tmp_path, monkeypatch):
+    accelerate = pytest.importorskip("accelerate", reason="a test dependency")
+    _, checkpoint, _ = accelerated(tmp_path, 5)
+    checkpoint.counts["tokens"] = 7
+    checkpoint.save(1)
+    accelerator, other, parts = accelerated(tmp_path, 0)
+    assert other.restore() == 1
+    assert [accelerator.step, *(part.value for part in parts)] == [5] * 4
+    assert other.counts == {"batches": 0, "tokens": 7}
+    assert [group["lr"] for optim in accelerator._optimizers for group in optim.param_groups] == [5, 5]
+    assert all((net.weight == 5).all() for net in accelerator._models)
+    assert checkpoint.checkpointer.steps() == [1]
+
+    accelerator.register_for_checkpointing(Count())
+    with pytest.raises(ValueError, match=r"registered 1"):
+        other.restore()
+    accelerator._custom_objects.clear()
+    with pytest.raises(ValueError, match=r"register_for_checkpointing"):
+        other.restore()
+    accelerator.register_save_state_pre_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="register_save_state_pre_hook"):
+        other.save(2)
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.DEEPSPEED)
+    with pytest.raises(ValueError, match="DEEPSPEED"):
+        other.save(2)
+
+
 def train_lightning(root: Path, epochs: int, resume: str | None = None) -> list[torch.Tensor]:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint

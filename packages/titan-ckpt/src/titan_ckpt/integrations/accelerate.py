@@ -8,12 +8,17 @@ loader = accelerator.skip_first_batches(loader, checkpoint.counts["batches"])
     checkpoint.save(step)
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 
 from titan_ckpt import Checkpointer, SaveJob, TrainState
+
+_OWN = "accelerator."
+"""How the names of the accelerator's own values begin among `AccelerateCheckpoint.counts`."""
 
 
 class AccelerateCheckpoint:
@@ -35,18 +40,93 @@ class AccelerateCheckpoint:
         self.checkpointer = Checkpointer(root, **options)
 
     def save(self, step: int) -> SaveJob:
-        """Save what the accelerator has prepared, and `counts`."""
+        """Save what the accelerator has prepared and registered, its gradient scaler and place in an accumulation, and `counts`.
+
+        Raises:
+            ValueError: DeepSpeed or Megatron-LM holds the state, or ``save_state`` has hooks.
+        """
         return self.checkpointer.save(step, self._state())
 
-    def restore(self) -> int:
-        """The newest step, restored; 0 if there is none yet."""
-        return self.checkpointer.restore(self._state())
+    def restore(self, **options: Any) -> int:
+        """The newest step, restored; 0 if there is none yet. ``options`` are those of `titan_ckpt.Checkpointer.restore`."""
+        state = self._state()
+        own = {name for name in state.extra if name.startswith(_OWN)}
+        step = self.checkpointer.restore(state, **options)
+        self.counts.update({name: value for name, value in state.extra.items() if not name.startswith(_OWN)})
+        more = [name for name in state.extra if name.startswith(f"{_OWN}registered") and name not in own]
+        if more and options.get("strict", True):
+            raise ValueError(
+                f"step {step} has the state of {len(more)} more registered objects than this accelerator has. Register the same "
+                "ones by accelerator.register_for_checkpointing before the restore, or pass strict=False to leave them out."
+            )
+        return step
 
     def _state(self) -> TrainState:
         held: Any = self.accelerator  # Accelerate has no public list of what it prepared
+        _check(held)
+        models = held._models
+        if len(models) > 1:  # names of several may be equal
+            models = nn.ModuleDict({str(number): model for number, model in enumerate(models)})
+        loaders = [loader for loader in held._dataloaders if getattr(loader, "use_stateful_dataloader", False)]
+        extra: dict[str, Any] = dict(self.counts)
+        extra |= {f"{_OWN}registered {number}": found for number, found in enumerate(held._custom_objects)}
+        if held.scaler is not None:
+            extra[f"{_OWN}scaler"] = held.scaler
+        if held.gradient_state.num_steps > 1:
+            extra[f"{_OWN}step"] = _AccumulationStep(held)
         return TrainState(
-            model=held._models,
+            model=models,
             optim=[wrapped.optimizer for wrapped in held._optimizers],
             sched=[wrapped.scheduler for wrapped in held._schedulers],
-            extra=self.counts,
+            data=_Loaders(loaders) if loaders else None,
+            extra=extra,
         )
+
+
+def _check(held: Any) -> None:
+    """Refuse an accelerator with state that is not its own."""
+    kind = str(held.distributed_type.value)
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        raise ValueError(
+            f"accelerator.distributed_type is {kind}, which holds weights and optimizer itself, where AccelerateCheckpoint "
+            "does not see them. Use accelerator.save_state, or train with DDP or FSDP2."
+        )
+    if held._save_model_state_pre_hook or held._load_model_state_pre_hook:
+        raise ValueError(
+            "the accelerator has hooks of save_state or load_state (register_save_state_pre_hook, register_load_state_pre_hook), "
+            "which write and read files in a folder that AccelerateCheckpoint does not make. Remove them, and give what they "
+            "save to accelerator.register_for_checkpointing."
+        )
+
+
+class _AccumulationStep:
+    """How many batches the accelerator has taken since it last began to count, for ``accelerator.accumulate``."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._held.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._held.step = state["step"]
+
+
+class _Loaders:
+    """The stateful data loaders of this process."""
+
+    def __init__(self, loaders: Sequence[Any]) -> None:
+        self._loaders = loaders
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loaders": [loader.state_dict() for loader in self._loaders]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved: list[Any] = state["loaders"]
+        if len(saved) != len(self._loaders):
+            raise ValueError(
+                f"the step has the positions of {len(saved)} stateful data loaders, and the accelerator has "
+                f"{len(self._loaders)}. Prepare the same ones."
+            )
+        for loader, position in zip(self._loaders, saved, strict=True):
+            loader.load_state_dict(position)
