@@ -3,6 +3,7 @@
 import composition
 import pytest
 import torch
+from float8_casts import Casts
 from titan_testing import run_ranks
 from titan_train.parallel import apply as build
 from titan_train.parallel.tensor.float8_linears import float8_gathering_modules
@@ -43,3 +44,21 @@ def test_a_run_that_gathers_float8_is_the_run_that_does_not(folder, layout):
             assert other_losses == losses
             assert other_gradients.keys() == gradients.keys()
             assert all(torch.equal(other_gradients[name][2], gradients[name][2]) for name in gradients)
+
+
+def casts_in_norms(folder, name, parallel):
+    """The loss, and how often a norm and a SwiGLU were computed in the pass that casts."""
+    float8 = {"recipe": "blockwise", "min_speedup": 0.0}
+    bf16 = {"train": MODEL["train"] | {"dtype": "bf16"}, "parallel": parallel, "float8": float8}
+    with Casts() as casts:
+        (loss,), *_ = composition.run(folder, name, MODEL | bf16, steps=1)
+    return loss, casts.calls["rmsnorm_cast_block"], casts.calls["swiglu_cast_block"]
+
+
+def test_norms_are_computed_by_their_readers_but_where_fsdp_frees_them_on_their_own(folder):
+    """A unit of its own, as ``parallel.keep_fp32`` makes of each norm, has its gain only while the norm runs."""
+    ((loss, fused, swiglu),) = run_ranks(casts_in_norms, 1, folder, "norms", {})
+    assert fused == 2 * swiglu > 0
+    ((kept, alone, others),) = run_ranks(casts_in_norms, 1, folder, "norms-fp32", {"keep_fp32": ["*norm*"]})
+    assert (alone, others) == (0, swiglu)
+    assert kept == pytest.approx(loss, abs=1e-2)

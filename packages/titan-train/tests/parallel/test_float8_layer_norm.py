@@ -135,6 +135,17 @@ def test_the_encoder_of_images_casts_each_input_once_and_its_norms_in_the_same_p
     assert casts.calls["cast_block_dual"] + casts.calls["cast_block"] == BLOCKS + 2 * 2
 
 
+@pytest.mark.parametrize(("family", "kind"), [(gpt, CastingLayerNorm), (flux, CastingModulatedNorm)])
+def test_hooks_of_a_norm_see_its_output(family, kind):
+    model, seen = make(family, torch.bfloat16), []
+    for module in model.modules():
+        if isinstance(module, kind):
+            module.register_forward_hook(lambda norm, given, out: seen.append(out))
+    loss_of(model)
+    assert seen
+    assert all(isinstance(out, torch.Tensor) for out in seen)
+
+
 @pytest.mark.parametrize("family", [gpt, flux, vision])
 def test_float8_stays_near_the_model_in_high_precision(family):
     converted, reference = (make(family, torch.float32) for _ in range(2))

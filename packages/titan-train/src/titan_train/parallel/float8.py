@@ -64,6 +64,11 @@ def _fuses(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and x.dtype in _CAST_DTYPES
 
 
+def _defers(norm: nn.Module, x: Tensor) -> bool:
+    """Whether a norm leaves itself to its reader: not where hooks gather its parameters only while it runs, or look at it."""
+    return _fuses(x) and not _observed(norm)
+
+
 class NormedInput(NamedTuple):
     """The input of a norm that its reader shall apply."""
 
@@ -89,8 +94,8 @@ class CastingNorm(RMSNorm):
     """An RMSNorm whose only reader is a `SharedFloat8Input`, which normalizes and casts in one pass."""
 
     def forward(self, x: Tensor) -> Any:
-        """``[B, S, d]`` to a `NormedInput`; under ``torch.compile``, which fuses by itself, to the norm's output."""
-        return NormedInput(x, self) if _fuses(x) and self.eps is not None else self.compute(x)
+        """``[B, S, d]`` to a `NormedInput`; under ``torch.compile`` (it fuses by itself) and with hooks to the norm's output."""
+        return NormedInput(x, self) if _defers(self, x) and self.eps is not None else self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
         """The norm's output."""
@@ -126,16 +131,18 @@ class CastingLayerNorm(nn.LayerNorm):
     """A LayerNorm whose only reader is a `SharedFloat8Input`."""
 
     def forward(self, input: Tensor) -> Any:
-        """``[B, S, d]`` to a `LayerNormedInput`; under ``torch.compile`` to the norm's output."""
-        return LayerNormedInput(input, self.weight, self.bias, self.eps) if _fuses(input) else super().forward(input)
+        """``[B, S, d]`` to a `LayerNormedInput`; under ``torch.compile`` and with hooks to the norm's output."""
+        if not _defers(self, input):
+            return super().forward(input)
+        return LayerNormedInput(input, self.weight, self.bias, self.eps)
 
 
 class CastingModulatedNorm(ModulatedNorm):
     """A `ModulatedNorm` whose only readers are `SharedFloat8Input`s."""
 
     def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Any:
-        """``[B, S, d]`` to a `LayerNormedInput`; under ``torch.compile`` to the norm's output."""
-        return LayerNormedInput(x, 1 + scale, shift, self.eps) if _fuses(x) else super().forward(x, shift, scale)
+        """``[B, S, d]`` to a `LayerNormedInput`; under ``torch.compile`` and with hooks to the norm's output."""
+        return LayerNormedInput(x, 1 + scale, shift, self.eps) if _defers(self, x) else super().forward(x, shift, scale)
 
 
 class SharedFloat8Input(SharedInput):
