@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import titan_train
 import torch
+from titan_ckpt import Process
 from titan_fp8.dispatch import BackendReport
 from titan_train.cli import COMMANDS, REMOVED, main
 from titan_train.config import load_config
@@ -341,6 +344,8 @@ def test_a_run_that_may_not_resume_is_refused_on_every_machine(tmp_path, run_dir
     monkeypatch.setattr("titan_train.cli.run._follow", lambda *_: 0)
     assert main(follower) == 2  # what machine 0 said was said before it listened
     Leader(runs, 2).attempt(0, (0, 1))
+    lease = asdict(Process.of(os.getppid())) | {"since": 0, "attempt": 0, "chain": ""}
+    (runs / "lease.json").write_text(json.dumps(lease))
     assert main(follower) == 0  # it comes back to a run that is under way
 
 

@@ -9,15 +9,19 @@ import socket
 import subprocess
 import threading
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from isolated import wait_for
+from titan_ckpt import Process
+from titan_train.cli import run
 from titan_train.config import Config, LaunchConfig, load_config
 from titan_train.launch.job import RankExit
 from titan_train.launch.place import machines as module
-from titan_train.launch.place.machines import FILE_NAME, Leader, follow, listen_at
+from titan_train.launch.place.machines import FILE_NAME, Leader, follow, is_led, listen_at
 from titan_train.launch.rank.info import RankInfo
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.rank.worker import _tcp_store
@@ -143,6 +147,10 @@ class StandIn:
         self.log.append(("end", self.number))
 
 
+def one_of_two(**words):
+    return Config(launch=LaunchConfig(launcher="machines", nnodes=2, node_rank=1, endpoint="a:1", **words))
+
+
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Run the following machine in a thread: its log, and what it returns in the end."""
@@ -152,13 +160,16 @@ def machine(tmp_path, monkeypatch):
     log, codes = [], []
 
     def start(elastic=False, ended=()):
-        config = Config(
-            launch=LaunchConfig(launcher="machines", nnodes=2, node_rank=1, endpoint="a:1", elastic=elastic)
-        )
+        config = one_of_two(elastic=elastic)
         ranks = list(ended)
-        thread = threading.Thread(
-            target=lambda: codes.append(follow(config, tmp_path, 2, "cpu", lambda job: StandIn(job, log, ranks)))
-        )
+
+        def command():
+            try:
+                codes.append(follow(config, tmp_path, 2, "cpu", lambda job: StandIn(job, log, ranks)))
+            except ValueError as err:
+                codes.append(str(err))
+
+        thread = threading.Thread(target=command)
         thread.start()
         return thread
 
@@ -202,6 +213,32 @@ def test_a_machine_that_comes_late_joins_the_attempt_that_runs(tmp_path, machine
     assert codes == [0]
 
 
+def test_a_second_command_does_not_join_a_machine_that_follows_already(tmp_path, machine):
+    start, log, codes = machine
+    leader = Leader(tmp_path, 2)
+    leader.attempt(0, (0, 1))
+    first = start()
+    soon(lambda: log)
+    second = start(ended=[RankExit(2, 1)])
+    soon(lambda: codes or len(log) > 1)
+    assert leader.exits(1) == []
+    leader.finish(0)
+    first.join(30)
+    second.join(30)
+    assert log == [("start", 0), ("end", 0)]
+    assert f"machine 1 of {tmp_path} is taken: process {os.getpid()} on host" in codes[0]
+    assert codes[1:] == [0]
+
+
+def test_a_run_that_ends_while_a_machine_prepares_has_ended(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr(module, "_LEADER_GONE_S", 0.2)
+    monkeypatch.setattr("titan_train.launch.node.agent.NodeAgent.sharing_cores", lambda *_: None)
+    task = SimpleNamespace(prepare=lambda *_, **__: Leader(tmp_path, 2).finish(0))
+    monkeypatch.setattr(run, "load_task", lambda _: task)
+    monkeypatch.setattr(run, "run_folder", lambda _: tmp_path)
+    assert run._follow(one_of_two(), 1) == 0
+
+
 def test_a_machine_whose_first_machine_falls_silent_gives_up(tmp_path, machine, monkeypatch, capsys):
     assert module._LEADER_GONE_S > supervisor._ROOM_S + 60
     monkeypatch.setattr(module, "_LEADER_GONE_S", 0.2)
@@ -231,12 +268,33 @@ def test_a_machine_that_is_asked_to_end_does_so_when_no_rank_runs(tmp_path, mach
     assert codes == [130]
 
 
-def test_a_start_that_was_refused_or_replaced_says_nothing_to_the_machines_of_another(tmp_path, monkeypatch):
+def test_a_second_ctrl_c_ends_a_machine_whose_ranks_run(tmp_path, machine, monkeypatch):
+    start, log, codes = machine
+    handlers = {}
+    monkeypatch.setattr(module.signal, "signal", handlers.__setitem__)
+    Leader(tmp_path, 2).attempt(0, (0, 1))
+    thread = start()
+    soon(lambda: log)
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    time.sleep(0.1)
+    assert codes == []
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    thread.join(5)
+    assert codes == [130]
+    assert log == [("start", 0), ("end", 0)]
+
+
+def test_a_start_that_was_refused_or_replaced_says_nothing_to_the_machines_of_another(tmp_path):
     def said():
         return json.loads((tmp_path / FILE_NAME).read_text())
 
+    def leased_to(process):
+        lease = asdict(process) | {"since": time.time(), "attempt": 0, "chain": ""}
+        (tmp_path / "lease.json").write_text(json.dumps(lease))
+
     first, second, third = (Leader(tmp_path, 2) for _ in range(3))
     first.attempt(0, (0, 1))
+    leased_to(Process.of(os.getppid()))
     before = said()
     second.finish(1)  # refused: the folder is in use
     assert said() == before
@@ -247,7 +305,9 @@ def test_a_start_that_was_refused_or_replaced_says_nothing_to_the_machines_of_an
     first.touch()
     first.finish(1)
     assert said() == before
-    monkeypatch.setattr(module, "_DEAD_S", 0.0)  # the second was killed, and what comes then is refused
+    assert is_led(tmp_path)
+    leased_to(Process.of(2**22 + 1))  # the second was killed a moment ago, and what comes then is refused
+    assert not is_led(tmp_path)
     third.finish(1)
     assert said()["exit_code"] == 1
 

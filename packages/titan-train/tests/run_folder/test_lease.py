@@ -72,6 +72,17 @@ def test_a_process_number_in_use_again_is_not_the_owner(tmp_path):
     Lease(tmp_path).release()
 
 
+def test_another_machine_waits_until_its_lost_command_on_another_host_is_known_to_be_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_DEAD_S", 0.3)
+    monkeypatch.setattr(module, "_RETRY_S", 0.05)
+    Lease(tmp_path, machine=1)._released.set()  # it was killed
+    file = tmp_path / "machine-1.lease.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"host": "far"}))
+    Lease(tmp_path, machine=2).release()
+    Lease(tmp_path, machine=1).release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_owner_elsewhere_lives_while_it_touches_its_lease(tmp_path):
     lease = Lease(tmp_path)
     (tmp_path / "lease.json").write_text(json.dumps(owner(tmp_path) | {"host": "far"}))

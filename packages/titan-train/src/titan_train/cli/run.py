@@ -122,16 +122,7 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_
     world_size = per_node * config.launch.nnodes
     layout = check_start(config, world_size).layout
     run_dir = run_folder(config)
-    done = newest_checkpoint(run_dir)
-    early = done is not None and stopped_early(run_dir, config.validation.patience) == done
-    over = done is not None and (early or done >= config.train.steps)
-    if over and config.checkpoint.resume == "auto" and resume_step is None:
-        more = "--validation.patience (0 disables it)" if early else "--train.steps"
-        print(
-            f"{run_dir} is complete: step {done} of {config.train.steps} is saved{', where it stopped early' if early else ''}. "
-            f"For more, raise {more}; for a new run, set --run.name."
-        )
-        _print_next(config, run_dir)
+    if config.checkpoint.resume == "auto" and resume_step is None and _is_complete(config, run_dir):
         return 0
 
     if config.launch.launcher == "machines" and config.launch.node_rank > 0:
@@ -173,6 +164,21 @@ def _run_here(config: Config, source: CodeRecord | None, kept: str = "", resume_
     except BaseException:
         launcher.close()
         raise
+
+
+def _is_complete(config: Config, run_dir: Path) -> bool:
+    """Whether the run has made its steps or stopped early; says so, and what can be done next."""
+    done = newest_checkpoint(run_dir)
+    early = done is not None and stopped_early(run_dir, config.validation.patience) == done
+    if done is None or not (early or done >= config.train.steps):
+        return False
+    more = "--validation.patience (0 disables it)" if early else "--train.steps"
+    print(
+        f"{run_dir} is complete: step {done} of {config.train.steps} is saved{', where it stopped early' if early else ''}. "
+        f"For more, raise {more}; for a new run, set --run.name."
+    )
+    _print_next(config, run_dir)
+    return True
 
 
 def _leave(message: str) -> None:
@@ -247,8 +253,11 @@ def _follow(config: Config, per_node: int) -> int:
 
     device = device_type(config.launch)
     agent = NodeAgent.sharing_cores(per_node, device)
-    load_task(config).prepare(config, quiet=True)
-    return follow(config, run_folder(config), per_node, device, lambda job: NodeRanks(agent, job))
+
+    def prepare() -> None:
+        load_task(config).prepare(config, quiet=True)
+
+    return follow(config, run_folder(config), per_node, device, lambda job: NodeRanks(agent, job), prepare)
 
 
 def _launcher(config: Config, per_node: int, outlives: Path | None) -> Launcher:

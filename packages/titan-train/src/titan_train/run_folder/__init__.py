@@ -14,6 +14,7 @@
               logs/           what each rank printed
               report.html     the run on one page
               lease.json      the process that runs it now
+              machine-N.lease.json  the process that is machine N of it
               staged/         an attempt whose ranks have not restored yet
               set_aside/      checkpoints after a step that the run was made to go back to
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
         sync_run_folder,
         with_kept_model,
     )
-    from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, run_status
+    from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, is_held, run_status
     from titan_train.run_folder.place import check_run_folder, check_writable
     from titan_train.run_folder.record import take_effect
     from titan_train.run_folder.rewind import check_rewind, stage_rewind, staged_rewind
@@ -61,6 +62,7 @@ __all__ = [
     "commit",
     "discard",
     "find_start",
+    "is_held",
     "keep_model",
     "newest_checkpoint",
     "pipeline_file",

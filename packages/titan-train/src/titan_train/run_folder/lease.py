@@ -8,6 +8,8 @@ shows that the process is gone, or that its number belongs to a later process. F
 owner touches the file every 10 s, so a lease that was not touched for two minutes has no owner. That time is the file
 system's own, of a file written there now: the clocks of two hosts may differ by more.
 
+The other machines of a run have leases of their own, so that one command at a time is machine N.
+
 Time can deceive: an owner that was stopped, or cut off from the file system, may live on. So an owner reads its lease
 whenever it touches it and before every attempt, and stops if it names another one: who came last is in the right.
 """
@@ -35,6 +37,7 @@ TAKEN_OVER = 75
 """Exit code of a supervisor on Ray whose folder another one has taken over, its ranks with it."""
 _TOUCH_S = 10.0
 _DEAD_S = 120.0
+_RETRY_S = 1.0
 _FILE = "lease.json"
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -58,32 +61,35 @@ class LeaseLostError(RuntimeError):
 class Lease:
     """The right to write to a run's folder. Use it as a context manager, or call `release`."""
 
-    def __init__(self, run_dir: Path, *, chain: str = "", on_lost: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, run_dir: Path, *, chain: str = "", machine: int = 0, on_lost: Callable[[str], None] = lambda _: None
+    ) -> None:
         """Take the lease; the folder is made if it is missing.
 
         Args:
             run_dir: The run's folder.
             chain: The lease of an owner with the same one is taken over at once, on any host: the caller makes sure that
                 this owner is gone. Empty: no such owner.
+            machine: Be this machine of the run; 0 supervises, and has the folder's lease. The others wait for the end of an owner
+                on another host: with a job that was put back into a queue, machine 0 comes back at once.
             on_lost: Called once, by any thread, with a message for the user when another run has taken the folder over.
 
         Raises:
             ValueError: Another run holds it; the message names that run. Or `check_run_folder` refuses the folder.
             OSError: The folder cannot be written.
         """
-        self._file = run_dir / _FILE
+        self._file = run_dir / (f"machine-{machine}.{_FILE}" if machine else _FILE)
+        self._machine = machine
         self._on_lost = on_lost
         self._lost = ""
         self._owner = _Owner(Process.of(os.getpid()), time.time(), chain=chain)
         run_dir.mkdir(parents=True, exist_ok=True)
         check_run_folder(run_dir)
-        with _one_at_a_time(run_dir):
-            while not self._link():
-                owner = _read(self._file)
-                follows = owner is not None and chain and owner.chain == chain
-                if owner is not None and not follows and _alive(owner, self._file, _now):
-                    raise ValueError(_refusal(run_dir, owner))
-                self._file.unlink(missing_ok=True)
+        until = time.monotonic() + (_DEAD_S + _TOUCH_S if machine else 0.0)
+        while (owner := self._take()) is not None:
+            if owner.process.local or time.monotonic() >= until:
+                raise ValueError(_refusal(run_dir, owner, machine))
+            time.sleep(_RETRY_S)
         self._released = threading.Event()
         self._lock = threading.Lock()  # between a touch and the release
         threading.Thread(target=self._keep_touching, name="lease", daemon=True).start()
@@ -122,6 +128,17 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def _take(self) -> _Owner | None:
+        """Take the lease; if its owner lives, that owner instead."""
+        with _one_at_a_time(self._file.parent):
+            while not self._link():
+                owner = _read(self._file)
+                follows = owner is not None and self._owner.chain and owner.chain == self._owner.chain
+                if owner is not None and not follows and _alive(owner, self._file, _now):
+                    return owner
+                self._file.unlink(missing_ok=True)
+        return None
+
     def _link(self) -> bool:
         """Whether the lease is now this process's: linking fails if the file is there."""
         content = self._content()
@@ -159,9 +176,21 @@ class Lease:
                 elif _same(owner, self._owner):
                     os.utime(self._file)
                 else:
-                    self._lost = _taken_over(self._file.parent, owner)
+                    self._lost = _taken_over(self._file.parent, owner, self._machine)
         if self._lost:
             self._on_lost(self._lost)
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether another process holds the run's lease and may live."""
+    file = run_dir / _FILE
+    owner = _read(file)
+    if owner is None or owner.process == Process.of(os.getpid()):
+        return False
+    try:
+        return _alive(owner, file, _now)
+    except OSError:  # no room to ask the folder's clock
+        return True
 
 
 def run_status(run_dir: Path, attempts: Sequence[Mapping[str, Any]]) -> str:
@@ -250,17 +279,23 @@ def _create(file: Path, content: str) -> bool:
     return True
 
 
-def _refusal(run_dir: Path, owner: _Owner) -> str:
+def _refusal(run_dir: Path, owner: _Owner, machine: int) -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
     way_out = f"stop it with `kill {owner.process.pid}`" if owner.process.local else "stop it there"
+    who = f"process {owner.process.pid} on host {owner.process.host}"
+    if machine:
+        return (
+            f"machine {machine} of {run_dir} is taken: {who} has been it since {since} and takes part in what machine 0 starts. "
+            f"Leave it, {way_out}, or give each machine a --launch.node-rank of its own."
+        )
     return (
-        f"{run_dir} is in use: process {owner.process.pid} on host {owner.process.host} has run it since {since} (attempt "
-        f"{owner.attempt}). Wait for it, {way_out}, or choose another --run.name."
+        f"{run_dir} is in use: {who} has run it since {since} (attempt {owner.attempt}). Wait for it, {way_out}, or choose "
+        "another --run.name."
     )
 
 
-def _taken_over(run_dir: Path, owner: _Owner) -> str:
-    return (
-        f"{run_dir} was taken over by process {owner.process.pid} on host {owner.process.host}, which believed this run dead. "
-        "This run stops writing; the other resumes from the last finished checkpoint."
-    )
+def _taken_over(run_dir: Path, owner: _Owner, machine: int) -> str:
+    by = f"taken over by process {owner.process.pid} on host {owner.process.host}, which believed this"
+    if machine:
+        return f"The place of machine {machine} in {run_dir} was {by} command dead. This one ends its ranks."
+    return f"{run_dir} was {by} run dead. This run stops writing; the other resumes from the last finished checkpoint."

@@ -3,7 +3,8 @@
 The machines share the run's folder anyway, for its checkpoints, so no further service is needed. Machine 0 supervises. It
 writes to ``machines.json`` which attempt runs, on which machines, and the orders given. Each other machine follows: it reads
 that file a few times a second, starts or ends its ranks accordingly, and reports in a file of its own
-(``machine-N.json``) how they ended. Ranks meet at ``launch.endpoint``, at a new store for each attempt.
+(``machine-N.json``) how they ended. Ranks meet at ``launch.endpoint``, at a new store for each attempt. One command at a time
+is machine N: it holds a lease of its own.
 
 Machine 0 judges progress by its own ranks, since all ranks make a step together. When its ranks have ended with success so
 have all others, which met them at a last barrier. A machine that is lost with its power shows as its peers' broken
@@ -34,13 +35,13 @@ from titan_train.launch.node.agent import NodeAgent, NodeJob, NodeRanks
 from titan_train.launch.rank.info import DeviceType
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.supervise.elastic import fit_layout
+from titan_train.run_folder import Lease, is_held
 
 FILE_NAME = "machines.json"
 _POLL_S = 0.2
 _TOUCH_S = 5.0
 _FRESH_S = 15.0  # an answer is renewed every 5 s
 _LEADER_GONE_S = 900.0  # it waits ten minutes for a full disk, and a network file system may be a minute late
-_DEAD_S = 120.0  # without a word: another start of the command on machine 0 is over, as its lease is
 _FIRST_CALL_S = 120.0  # machines of a job start at different times
 _CALL_S = 15.0  # they are there already; one that does not answer takes no part
 _BACKLOG = 1024
@@ -152,7 +153,7 @@ class Leader:
         there = _announcement(self._file.parent)
         if there is None or there.run == self._announced.run:
             return False
-        return self._spoken or (ending and there.exit_code is None and time.time() - there.time < _DEAD_S)
+        return self._spoken or (ending and there.exit_code is None and is_held(self._file.parent))
 
 
 class MachinesLauncher(Launcher):
@@ -248,7 +249,12 @@ class MachinesJob(NodeRanks):
 
 
 def follow(
-    config: Config, run_dir: Path, per_node: int, device: DeviceType, start: Callable[[NodeJob], NodeRanks]
+    config: Config,
+    run_dir: Path,
+    per_node: int,
+    device: DeviceType,
+    start: Callable[[NodeJob], NodeRanks],
+    prepare: Callable[[], None] = lambda: None,
 ) -> int:
     """Do what machine 0 announces until it says that all is over.
 
@@ -258,47 +264,63 @@ def follow(
         per_node: Ranks on each machine.
         device: What each rank computes on.
         start: Starts this machine's ranks.
+        prepare: Makes what they need; called once, before any start.
 
     Returns:
-        The run's exit code; 1 if machine 0 fell silent, 130 if this machine was asked to end while no rank ran.
+        The run's exit code; 1 if machine 0 fell silent, 130 if this machine was asked to end while no rank ran, or by a second
+        Ctrl-C.
+
+    Raises:
+        ValueError: Another command is this machine already; the message names its process.
+        LeaseLostError: Another command has taken this machine's place.
     """
     left = _announcement(run_dir)  # what an earlier start left behind says nothing about this one
     finished_before = left.run if left is not None and left.exit_code is not None else None
-    here = _Follower(config, run_dir, per_node, device, start)
+    with Lease(run_dir, machine=config.launch.node_rank) as lease:
+        prepare()  # may take long: machine 0 can begin and end meanwhile
+        here = _Follower(config, run_dir, per_node, device, start)
+        try:
+            return _obey_to_the_end(here, run_dir, finished_before, lease)
+        finally:
+            here.end()
+
+
+def _obey_to_the_end(here: "_Follower", run_dir: Path, finished_before: str | None, lease: Lease) -> int:
     heard, text, leave_at = time.monotonic(), "", math.inf
 
-    def stop(_number: int, _frame: object) -> None:
+    def stop(number: int, _frame: object) -> None:
         nonlocal leave_at
+        here.interrupts += number == signal.SIGINT
         if not here.running:
             leave_at = time.monotonic() + _LEAVE_S  # machine 0 may have heard it too, and say how the run ends
 
     # A batch system's warning comes to every machine: the ranks act on it, this process stays to see them end.
     for number, handler in {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: signal.SIG_IGN}.items():
         signal.signal(number, handler)
-    try:
-        while time.monotonic() - heard <= _LEADER_GONE_S:
-            new_text, announced = _text(run_dir / FILE_NAME), _announcement(run_dir)
-            if new_text != text:
-                heard, text = time.monotonic(), new_text
-            if announced is not None and announced.run != finished_before:
-                if announced.exit_code is not None:
-                    here.let_end()
-                    return announced.exit_code
-                here.obey(announced)
-            here.report()
-            if here.running:
-                leave_at = math.inf
-            elif time.monotonic() > leave_at:
-                return 130
-            time.sleep(_POLL_S)
-        print(
-            f"error: machine 0 wrote nothing to {run_dir / FILE_NAME} for {_LEADER_GONE_S:g} s: it has not started, is gone, or "
-            "its disk is full. Start the command there, then here again.",
-            file=sys.stderr,
-        )
-        return 1
-    finally:
-        here.end()
+    while time.monotonic() - heard <= _LEADER_GONE_S:
+        lease.check()
+        new_text, announced = _text(run_dir / FILE_NAME), _announcement(run_dir)
+        if new_text != text:
+            heard, text = time.monotonic(), new_text
+        if announced is not None and announced.run != finished_before:
+            if announced.exit_code is not None:
+                here.let_end()
+                return announced.exit_code
+            here.obey(announced)
+        here.report()
+        if here.running and here.interrupts > 1:
+            return 130
+        if here.running:
+            leave_at = math.inf
+        elif time.monotonic() > leave_at:
+            return 130
+        time.sleep(_POLL_S)
+    print(
+        f"error: machine 0 wrote nothing to {run_dir / FILE_NAME} for {_LEADER_GONE_S:g} s: it has not started, is gone, or "
+        "its disk is full. Start the command there, then here again.",
+        file=sys.stderr,
+    )
+    return 1
 
 
 class _Follower:
@@ -316,6 +338,8 @@ class _Follower:
         self._ranks: NodeRanks | None = None
         self._exits: list[RankExit] = []
         self._next_report = 0.0
+        self.interrupts = 0
+        """How often Ctrl-C was pressed in this attempt."""
 
     @property
     def running(self) -> bool:
@@ -329,7 +353,7 @@ class _Follower:
             current.run, current.call, current.attempt,
         ):  # fmt: skip
             self.end()
-            self._exits, self._next_report = [], 0.0
+            self._exits, self._next_report, self.interrupts = [], 0.0, 0
             if self._config.launch.node_rank in announced.machines:
                 self._ranks = self._start(self._job(announced))
             current = replace(announced, orders="")
@@ -375,7 +399,7 @@ class _Follower:
 def is_led(run_dir: Path) -> bool:
     """Whether machine 0 is at work on the run."""
     there = _announcement(run_dir)
-    return there is not None and there.exit_code is None and time.time() - there.time < _DEAD_S
+    return there is not None and there.exit_code is None and is_held(run_dir)
 
 
 def answer_file(run_dir: Path, machine: int) -> Path:
