@@ -376,6 +376,26 @@ def test_a_shard_that_changes_inside_a_block_is_refused(check: bool) -> None:
     run_ranks(change_inside_a_block, 2, check)
 
 
+def reads_inside_a_block() -> None:
+    net = sharded(WIDTHS["uneven"], "tensorwise")
+    x, weight = torch.ones(8, 64), net.first.weight
+    with titan_fp8.ConstantWeights(net), torch.no_grad():
+        want = net(x)
+        average = torch.zeros_like(weight).add_(weight)
+        torch._foreach_lerp_([average], [weight], 0.5)
+        plain = torch.zeros_like(weight.to_local().tensor)
+        assert plain.copy_(weight.to_local()) is plain
+        assert torch.equal(average.to_local(), plain)
+        assert torch.equal(net(x), want)
+        torch._foreach_lerp_([weight], [average], 0.5)
+        with pytest.raises(RuntimeError, match=r"first\.weight was changed"):
+            net(x)
+
+
+def test_reading_a_shard_is_no_change() -> None:
+    run_ranks(reads_inside_a_block, 2)
+
+
 def gathered_as_under_offload(recipe: str) -> None:
     net = sharded(WIDTHS["aligned"], recipe)
     layer, weight = net.first, net.first.weight

@@ -159,10 +159,10 @@ class ShardedWeight(torch.Tensor):
         plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda w: w.tensor, (args, kwargs or {}))
         out = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
-            for weight in tree_leaves((args, kwargs)):
-                if isinstance(weight, ShardedWeight):
-                    weight._changes.count += 1
-            return out if first is None else first
+            written = _written(func, args, kwargs or {})
+            for weight in written:
+                weight._changes.count += 1
+            return first if any(weight is first for weight in written) else out
         if first is not None and (func in _VIEWS or func in _COPIES):
             changes = first._changes if func in _VIEWS else None
             return tree_map_only(Tensor, lambda t: ShardedWeight(t, first.scaling, changes), out)
@@ -280,6 +280,15 @@ class ShardedWeight(torch.Tensor):
         if after:
             framed[-1, marks] = amax[last_block].to(framed.dtype)
         return framed, first_block, offset
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ShardedWeight]:
+    """The weights that an operation writes to; what it only reads stays as it was."""
+    given: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return [weight for weight in tree_leaves(given) if isinstance(weight, ShardedWeight)]
 
 
 def aligned(num_rows: int, num_ranks: int) -> bool:
