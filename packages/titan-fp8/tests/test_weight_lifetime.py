@@ -215,6 +215,14 @@ def test_a_recomputed_layer_casts_once_too() -> None:
         assert [casts_of(run) for _ in range(3)] == [1, 0, 0]
 
 
+def test_weights_made_in_inference_mode_are_cast_at_each_use() -> None:
+    """Nothing counts their versions, so nothing is kept of them, nor cast before."""
+    with torch.inference_mode():
+        layer = Float8Linear(K, N)
+        with ConstantWeights(layer, precast=True):
+            assert casts_of(lambda: layer(torch.randn(8, K))) == 1
+
+
 def test_the_outermost_block_decides_and_frozen_weights_keep_their_casts_over_steps() -> None:
     layer, _ = pair()
     trained = Float8Linear(N, N, bias=False)

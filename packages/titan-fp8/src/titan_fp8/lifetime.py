@@ -87,7 +87,9 @@ class ConstantWeights:
 @torch.no_grad()
 def precast_weights(layers: Sequence[Float8Linear]) -> None:
     """Cast whole weights now rather than each when its layer first runs; into caches that are open."""
-    whole = [m for m in layers if type(m.weight) is nn.Parameter and m.amax_group is None]
+    whole = [
+        m for m in layers if type(m.weight) is nn.Parameter and m.amax_group is None and m.weight_cache.keeps(m.weight)
+    ]
     in_one_launch: dict[tuple[Scaling, torch.device], list[Float8Linear]] = {}
     for layer in whole:
         if layer.recipe.w.gran == "block128":
