@@ -156,6 +156,68 @@ def test_an_accelerate_loop_resumes_bitwise(tmp_path):
     assert Checkpointer(tmp_path / "stopped").steps() == [5, 6]
 
 
+def hf_trainer(root: Path, steps: int, **options: Any) -> Any:
+    import transformers
+    from titan_ckpt.integrations.transformers import TitanTrainer
+
+    args = transformers.TrainingArguments(
+        output_dir=str(root), max_steps=steps, per_device_train_batch_size=4, save_steps=2, report_to=[],
+        logging_strategy="no", use_cpu=True, disable_tqdm=True, max_grad_norm=0.0, **options,
+    )  # fmt: skip
+    return TitanTrainer(model(), args, train_dataset=rows())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_transformers_trainer_resumes_the_gradient_scaler_and_the_count_of_operations(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    for steps in (2, 3):
+        trainer = hf_trainer(tmp_path, steps)
+        trainer.accelerator.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=8.0 if steps == 2 else 1.0, growth_interval=2
+        )
+        trainer.floating_point_ops = lambda _: 10
+        trainer.train(resume_from_checkpoint=steps > 2)
+        assert trainer.accelerator.scaler.get_scale() == 16
+        assert trainer.state.total_flos == 10 * steps
+    assert trainer.accelerator.scaler.state_dict()["_growth_tracker"] == 1
+    assert json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["total_flos"] == 20
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lost", ["counters", "step"])
+def test_a_transformers_trainer_that_was_killed_while_it_saved_resumes(tmp_path, monkeypatch, lost):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    owner, name = (transformers.TrainerState, "save_to_json") if lost == "counters" else (Checkpointer, "save")
+    whole = getattr(owner, name)
+
+    def killed(self: Any, *args: Any, **options: Any) -> Any:
+        if trainer.state.global_step == 4:
+            raise KeyboardInterrupt
+        return whole(self, *args, **options)
+
+    trainer = hf_trainer(tmp_path, 6, save_total_limit=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    assert Checkpointer(tmp_path / "steps").steps() == [2]
+    trainer = hf_trainer(tmp_path, 4, save_total_limit=1)
+    last = transformers.trainer_utils.get_last_checkpoint(str(tmp_path))  # as many scripts ask
+    trainer.train(resume_from_checkpoint=last if lost == "step" else True)
+    assert Checkpointer(tmp_path / "steps").steps() == [trainer.state.global_step] == [4]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_transformers_trainer_without_a_finished_step_cannot_resume(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(ValueError, match="has no finished step"):
+        hf_trainer(tmp_path, 4).train(resume_from_checkpoint=True)
+
+
 class Count:
     """Something with a state: registered with Accelerate, a scaler, or a data loader."""
 

@@ -4,6 +4,7 @@ Weights, optimizer, schedule and random state are sharded, digested and committe
 ``<output_dir>/steps``; ``checkpoint-N`` keeps only the Trainer's own counters.
 """
 
+import logging
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from transformers.trainer_callback import ExportableState
 
 from titan_ckpt import Checkpointer, TrainState
 from titan_ckpt.comm import ByteComm
+from titan_ckpt.storage.files import write_plain
+
+_log = logging.getLogger("titan_ckpt")
+_COUNTERS, _SCALER = "trainer_state.json", "scaler"
 
 
 class TitanTrainer(Trainer):
@@ -48,19 +53,55 @@ class TitanTrainer(Trainer):
         optim = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
         return {"model": self.model_wrapped, "optim": optim, "sched": self.lr_scheduler}
 
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', where ``True`` resumes from the newest step that is finished.
+
+        Raises:
+            ValueError: None is finished.
+        """
+        return super().train(self._resumed_from(resume_from_checkpoint), *args, **kwargs)
+
+    def _resumed_from(self, given: Any) -> Any:
+        if given is None or given is False:
+            return given
+        folder, checkpointer = self._root().parent, self._steps()[0]
+
+        def find() -> list[list[int]]:
+            steps = checkpointer.steps()
+            return [steps, [step for step in steps if (folder / f"checkpoint-{step}" / _COUNTERS).is_file()]]
+
+        ranks = ByteComm(self._saving_ranks)
+        steps, counted = ranks.from_rank0(find, f"listing {self._root()}", lambda err: err)
+        if given is True:
+            if not counted:
+                raise ValueError(
+                    f"{folder} has no finished step to resume from. Call train() without resume_from_checkpoint to begin."
+                )
+        elif not counted or Path(given).absolute().parent != folder or _number(given) <= max(steps):
+            return given
+        else:
+            _log.warning("%s was not finished; step %d is resumed from", given, counted[-1])
+        return str(folder / f"checkpoint-{counted[-1]}")
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-        checkpointer, state = self._steps(**self._parts())
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        if self.args.should_save:  # before the step: every step that is found has its counters
+            self._write_counters(Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"))
+        scaler = self.accelerator.scaler
+        checkpointer, state = self._steps(**self._parts(), extra={} if scaler is None else {_SCALER: scaler})
         with checkpointer:
             checkpointer.save(self.state.global_step, state)
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            exported: Any = [
-                c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)
-            ]
-            states: Any = self.state.stateful_callbacks
-            states.update(TrainerState(stateful_callbacks=exported).stateful_callbacks)
-            self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def _write_counters(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        exported: Any = [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
+        states: Any = self.state.stateful_callbacks
+        states.update(TrainerState(stateful_callbacks=exported).stateful_callbacks)
+        unfinished = folder / f".{_COUNTERS}"
+        self.state.save_to_json(str(unfinished))
+        write_plain(unfinished, unfinished.read_bytes())  # on disk
+        unfinished.replace(folder / _COUNTERS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """With the optimizer, below."""
@@ -68,10 +109,21 @@ class TitanTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         self._restore(checkpoint, **self._parts(), rng=False)
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        scaler, saved = self.accelerator.scaler, self._restore(checkpoint, rng=False)
+        if scaler is not None and _SCALER in saved:
+            scaler.load_state_dict(saved[_SCALER])
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         self._restore(checkpoint)  # after the batches that were seen are skipped
 
-    def _restore(self, checkpoint: str | None, **parts: Any) -> None:
+    def _restore(self, checkpoint: str | None, **parts: Any) -> Any:
+        checkpointer, state = self._steps(**parts)
         if checkpoint is not None:
-            checkpointer, state = self._steps(**parts)
-            checkpointer.restore(state, int(Path(checkpoint).name.rpartition("-")[2]))
+            checkpointer.restore(state, _number(checkpoint))
+        return state.extra
+
+
+def _number(checkpoint: str) -> int:
+    """The step of the folder ``checkpoint-N``."""
+    return int(Path(checkpoint).name.rpartition("-")[2])
