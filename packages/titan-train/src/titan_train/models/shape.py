@@ -309,7 +309,7 @@ class ModelShape:
         return (last,) if last.ffn is not None else (last, next(b for b in self.blocks if b.ffn is not None))
 
     @cached_property
-    def memo(self) -> dict[tuple[object, ...], float]:
+    def memo(self) -> dict[tuple[object, ...], Any]:
         """Values that a search asks for again and again, by name and arguments."""
         return {}
 

@@ -38,10 +38,6 @@ class BlockCost:
     last: dict[str, float] = field(default_factory=dict[str, float])
     """Of forward: the product and the transfer at the end, whose results backward does not need."""
 
-    def total(self) -> float:
-        """All passes."""
-        return sum(map(sum, (self.forward.values(), self.backward.values(), self.recompute.values())))
-
     def add(self, operator: str, forward: float, backward: float) -> None:
         """Count an operator's passes."""
         self.forward[operator] = self.forward.get(operator, 0.0) + forward

@@ -84,22 +84,41 @@ def axis_span(machine: Machine, constants: Constants, size: int, stride: int) ->
     return span(machine, size, stride, local_share=constants.local, network_share=constants.network)
 
 
-def step_time(
-    shape: ModelShape, machine: Machine, constants: Constants, setup: Setup, costs: list[BlockCost] | None = None
-) -> StepTime:
-    """Seconds of a step by term."""
-    c = context_of(shape, machine, constants, setup)
-    costs = costs if costs is not None else [block_cost(c, b) for b in shape.blocks]
-    m, p = setup.microbatches, setup.pp
-    passes = _all_blocks(c, shape, costs)
+@dataclass(frozen=True, slots=True)
+class MicrobatchTime:
+    """Seconds of one microbatch through all blocks and the head: the same over any data-parallel and pipeline ranks."""
+
+    passes: dict[str, float]
+    """Of all blocks, by term."""
+    head: float
+    launches: float
+    """That the host needs to launch its kernels."""
+    forward: float
+    backward: float
+
+
+def microbatch_time(c: Context, shape: ModelShape) -> MicrobatchTime:
+    """Seconds of one microbatch."""
+    costs = [block_cost(c, block) for block in shape.blocks]
     head = head_seconds(c, shape)
+    return MicrobatchTime(_all_blocks(c, shape, costs), head, _launches(c, shape), *_window(shape, costs, head))
+
+
+def step_time(
+    shape: ModelShape, machine: Machine, constants: Constants, setup: Setup, microbatch: MicrobatchTime | None = None
+) -> StepTime:
+    """Seconds of a step by term; ``microbatch`` spares what another setup of the same microbatch has computed."""
+    c = context_of(shape, machine, constants, setup)
+    microbatch = microbatch or microbatch_time(c, shape)
+    m, p = setup.microbatches, setup.pp
+    passes, head = microbatch.passes, microbatch.head
     compute = sum(passes.values()) + head
     terms = dict.fromkeys(TERMS, 0.0)
     for name, seconds in passes.items():
         terms[name] = m * seconds / p
     terms["head"] = m * head / p
     terms["ep"] *= 1 - (constants.hide_ep if setup.ep_overlap else 0.0)
-    waiting = max(0.0, _launches(c, shape) - compute)
+    waiting = max(0.0, microbatch.launches - compute)
     terms["host"] = constants.step_s + m * (constants.microbatch_s + waiting / p)
     blocks = sum(passes.values()) / max(1, shape.num_layers)
     if p > 1:
@@ -110,9 +129,7 @@ def step_time(
             load = heaviest_rank(layers, head / blocks, p) * blocks
         terms["bubble"], terms["pp"] = _pipeline(c, load, compute / p)
     # while the device waits for launches, transfers go on: a third of it in forward
-    forward, backward = (
-        w + part * waiting for w, part in zip(_window(shape, costs, head), (1 / 3, 2 / 3), strict=True)
-    )
+    forward, backward = microbatch.forward + 1 / 3 * waiting, microbatch.backward + 2 / 3 * waiting
     terms["dp"] = data_parallel_seconds(c, shape, forward, backward, head)
     terms["offload"] = _offload(c, shape, compute / p)
     terms["optimizer"] = _optimizer(c, shape)

@@ -93,7 +93,8 @@ def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
         ours = setup.sharding == "fsdp" and not setup.receive_ahead and not setup.equal_stages
         first, *inner, last = block_shares(shape, setup) if ours else (0.0, 0.0)
         ranks = [peak(first=True, head=False, share=first), peak(first=False, head=True, share=last)]
-        held = [in_flight(setup, number / (setup.pp - 1)) for number in range(1, setup.pp - 1)]
+        begin, end = in_flight(setup, 0.0), in_flight(setup, 1.0)
+        held = [begin + (end - begin) * (number / (setup.pp - 1)) for number in range(1, setup.pp - 1)]
         fullest = max(zip(inner, held, strict=False), key=math.prod, default=None)
         if fullest is not None:
             ranks.append(peak(first=False, head=False, share=fullest[0], under_way=fullest[1]))
@@ -102,21 +103,21 @@ def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
 
 def block_shares(shape: ModelShape, setup: Setup) -> list[float]:
     """Parts of the blocks on each pipeline rank, as the trainer cuts them: stages of equal FLOPs, the last with the head."""
-    stages = 2 * setup.pp if setup.head_on_first_rank else setup.pp * setup.stages_per_rank
     key = "head in blocks", setup.seq_len
     if key not in shape.memo:
         block = replace(shape, vocab=0, mtp=0).flops_per_token(setup.seq_len, causal=False) / shape.num_layers
         shape.memo[key] = round(shape.mtp + (1 + shape.mtp) * 6.0 * shape.head_parameters / block, 2)
-    cut = _cut(shape.num_layers, shape.memo[key], stages)
-    on_rank = [[r, -1 - r] if setup.head_on_first_rank else range(r, stages, setup.pp) for r in range(setup.pp)]
-    return [sum(cut[stage] for stage in held) / shape.num_layers for held in on_rank]
+    return _shares(shape.num_layers, shape.memo[key], setup.pp, setup.stages_per_rank, setup.head_on_first_rank)
 
 
 @lru_cache(maxsize=1024)
-def _cut(layers: int, head: float, stages: int) -> list[int]:
+def _shares(layers: int, head: float, pp: int, stages_per_rank: int, on_a_v: bool) -> list[float]:
+    stages = 2 * pp if on_a_v else pp * stages_per_rank
     costs = [1.0] * layers
     costs[-1] += head
-    return [len(part) for part in balanced_cut(costs, stages)]
+    cut = [len(part) for part in balanced_cut(costs, stages)]
+    on_rank = [[rank, -1 - rank] if on_a_v else range(rank, stages, pp) for rank in range(pp)]
+    return [sum(cut[stage] for stage in held) / layers for held in on_rank]
 
 
 def in_flight(setup: Setup, at: float) -> float:

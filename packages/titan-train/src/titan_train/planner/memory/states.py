@@ -21,6 +21,17 @@ def state_bytes(
         head: It has the head.
         share: Its part of the blocks; 0 takes an even one.
     """
+    key = (
+        "states", first, head, share, setup.tp, setup.cp, setup.pp, setup.ep, setup.dp_shard, setup.dp_replicate, setup.sharding,
+        setup.reshard, setup.task, setup.precision == "fp32", setup.head_on_first_rank, setup.offload_optimizer,
+        setup.grad_bytes, setup.weight_bytes, setup.state_bytes,
+    )  # fmt: skip
+    if key not in shape.memo:
+        shape.memo[key] = _state_bytes(shape, setup, first=first, head=head, share=share)
+    return shape.memo[key]
+
+
+def _state_bytes(shape: ModelShape, setup: Setup, *, first: bool, head: bool, share: float) -> dict[str, float]:
     dense, experts = rank_parameters(shape, setup, first=first, share=share)
     shard = setup.dp_shard * setup.cp
     expert_shard = setup.expert_shard

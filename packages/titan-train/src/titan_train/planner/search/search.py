@@ -15,9 +15,8 @@ from typing import Any
 
 from titan_train.models.shape import ModelShape
 from titan_train.planner.calibrate.defaults import constants_for
-from titan_train.planner.cost.block import BlockCost, block_cost
 from titan_train.planner.cost.constants import Constants
-from titan_train.planner.cost.step import context_of, step_time
+from titan_train.planner.cost.step import MicrobatchTime, context_of, microbatch_time, step_time
 from titan_train.planner.estimate import StepEstimate
 from titan_train.planner.memory.peak import MemoryPeak, memory_peak
 from titan_train.planner.memory.states import state_bytes
@@ -71,7 +70,7 @@ class Searcher:
         self.request = request
         self.offload = offload
         self.may_offload = request.stack == "eager" and not request.shape.moe  # a compiled block cannot be told to move
-        self.costs: dict[tuple[Any, ...], list[BlockCost]] = {}
+        self.times: dict[tuple[Any, ...], MicrobatchTime] = {}
         self.constants: dict[str, Constants] = {}
         self._tried: list[tuple[Setup, MemoryPeak]] = []
 
@@ -206,7 +205,7 @@ class Searcher:
     def _exchange(self, setup: Setup, peak: MemoryPeak) -> tuple[Setup, MemoryPeak]:
         """The method of context parallelism with the cheapest block, of those that fit; ``peak`` is that of ``setup``."""
         methods = [setup.changed(cp_method=method) for method in cp_methods(self.request.shape, setup)]
-        for other in sorted(methods, key=lambda s: sum(c.total() for c in self._costs(s))):
+        for other in sorted(methods, key=lambda s: sum(self._microbatch(s).passes.values())):
             held = peak if other.cp_method == setup.cp_method else memory_peak(self.request.shape, other)
             if held.allocated <= self.request.limit_bytes:
                 return other, held
@@ -219,18 +218,18 @@ class Searcher:
             )
         return self.constants[setup.precision]
 
-    def _costs(self, s: Setup) -> list[BlockCost]:
+    def _microbatch(self, s: Setup) -> MicrobatchTime:
         key = (
             s.tp, s.cp, s.ep, s.microbatch, s.recompute, s.recompute_share, s.recompute_modules, s.precision, s.cp_method,
         )  # fmt: skip
-        if key not in self.costs:
+        if key not in self.times:
             context = context_of(self.request.shape, self.request.machine, self._constants(s), s)
-            self.costs[key] = [block_cost(context, b) for b in self.request.shape.blocks]
-        return self.costs[key]
+            self.times[key] = microbatch_time(context, self.request.shape)
+        return self.times[key]
 
     def _estimate(self, setup: Setup, peak: MemoryPeak) -> StepEstimate:
         shape, machine, constants = self.request.shape, self.request.machine, self._constants(setup)
-        time = step_time(shape, machine, constants, setup, self._costs(setup))
+        time = step_time(shape, machine, constants, setup, self._microbatch(setup))
         return StepEstimate(shape, machine, setup, constants, time, peak)
 
     def _rank(self, found: list[StepEstimate]) -> tuple[list[StepEstimate], int]:
