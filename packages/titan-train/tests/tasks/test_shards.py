@@ -188,6 +188,25 @@ def test_a_malformed_shard_is_refused_by_its_name(name, form, tmp_path):
     assert path.name in str(caught.value)
 
 
+def test_a_tar_shard_that_is_damaged_at_a_header_or_cut_between_files_is_refused(tmp_path):
+    folder = write(tmp_path / "s", [3], "webdataset")
+    path = folder / "train-00000.tar"
+    whole = path.read_bytes()
+    with tarfile.open(path) as archive:
+        header = archive.getmember("000001.txt").offset
+    damaged = bytearray(whole)
+    damaged[header + 3] ^= 1
+    for content, reason in (
+        (damaged, f"is damaged, .* at byte {header} "),
+        (whole + whole, "is damaged, or several tar files in one"),
+        (whole[:header], f"ends at byte {header} without"),
+        (whole[: header + 100], f"is damaged, .* at byte {header} "),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"train-00000\.tar {reason}"):
+            opened(folder)
+
+
 @pytest.mark.parametrize("form", WRITE)
 def test_values_that_are_not_finite_are_refused_by_shard_and_sample(form, tmp_path):
     folder = write(tmp_path / "s", [1], form)

@@ -58,8 +58,28 @@ def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
                     if member.offset_data + member.size > size:
                         raise ValueError(f"{path} ends inside {member.name}: it was not copied whole. Fetch it again.")
                     yield member.name, member.offset_data, member.size
+            _check_end(path, members.offset)
     except (tarfile.TarError, OSError, EOFError) as err:
         raise ValueError(f"{path} is not a complete tar file without compression: {err}. Fetch it again.") from err
+
+
+def _check_end(path: Path, end: int) -> None:
+    """Refuse what is not the end of a tar file, zeros alone: `tarfile` ends without a word at a header that it cannot read."""
+    with path.open("rb") as file:
+        file.seek(end)
+        content = file.read(tarfile.BLOCKSIZE)
+        whole = len(content) == tarfile.BLOCKSIZE
+        while content:
+            if content.strip(b"\0"):
+                raise ValueError(
+                    f"{path} is damaged, or several tar files in one: at byte {end} there is neither a file nor the end. Fetch "
+                    "it again, or pack its files anew."
+                )
+            content = file.read(2**20)
+    if not whole:
+        raise ValueError(
+            f"{path} ends at byte {end} without a tar file's end: it was not copied whole. Fetch it again."
+        )
 
 
 def read_range(path: Path, start: int, size: int) -> bytes:

@@ -145,6 +145,8 @@ def _stored(path: str) -> Generator[Any]:
     if shard is not None:
         about = shard.stat()
         members = _members(shard, about.st_mtime_ns, about.st_size)
+        if isinstance(members, str):
+            raise ValueError(members)
         name = file.relative_to(shard).as_posix()
         if name not in members:
             raise FileNotFoundError("the shard has no such file")
@@ -157,6 +159,9 @@ def _stored(path: str) -> Generator[Any]:
 
 
 @lru_cache(maxsize=1024)
-def _members(shard: Path, _changed: int, _size: int) -> dict[str, tuple[int, int]]:
-    """First byte and size of the regular files of a tar shard."""
-    return {name.removeprefix("./"): (start, size) for name, start, size in tar_members(shard)}
+def _members(shard: Path, _changed: int, _size: int) -> dict[str, tuple[int, int]] | str:
+    """First byte and size of the regular files of a tar shard; or what is wrong with it, so that it is read once."""
+    try:
+        return {name.removeprefix("./"): (start, size) for name, start, size in tar_members(shard)}
+    except ValueError as err:
+        return str(err)
