@@ -3,6 +3,7 @@
 import os
 import uuid
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -491,6 +492,27 @@ def test_only_the_blocks_that_are_needed_are_fetched(bucket, monkeypatch):
     assert asked[:2] == [(4, 8), (0, 4)]
     assert sorted(asked[2:]) == [(8, 72), (72, 80)], "at the same time, in any order"
     assert bytes(file.view) == data
+
+
+@pytest.mark.skipif(
+    not Path("/proc/sys/vm/overcommit_memory").exists() or Path("/proc/sys/vm/overcommit_memory").read_text() == "2\n",
+    reason="a kernel that promises no more memory than it has",
+)
+def test_a_file_larger_than_memory_is_mapped_and_its_view_is_writable(bucket, tmp_path):
+    path = tmp_path / "large"
+    path.touch()
+    memory = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    size = (int(memory["MemTotal:"]) + int(memory["SwapTotal:"]) + (1 << 20)) * 1024
+    try:
+        os.truncate(path, size)
+    except OSError as err:
+        pytest.skip(f"no sparse file of {size} bytes: {err}")
+    for place in (path, as_path(f"{bucket}/large")):  # nothing is fetched
+        view = MappedFile(place, size).view
+        view[5] = 1
+        assert bytes(view[4:7]) == b"\0\1\0"
+    with path.open("rb") as file:
+        assert file.read(8) == bytes(8), "the file is as it was"
 
 
 def test_the_command_line_takes_urls(bucket, capsys, tmp_path):

@@ -6,6 +6,7 @@ import io
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ _FETCH_UNIT_BYTES = 4 << 20
 # The largest range per request, and the number of requests at a time.
 _FETCH_BYTES = 64 << 20
 _PARALLEL_FETCHES = 8
+# A page takes memory when it is written. Linux would count every page on mapping, and refuse a file larger than the memory.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | _NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
 
 
 @contextlib.contextmanager
@@ -125,9 +129,9 @@ class MappedFile:
             self._map = bytearray()
         elif isinstance(path, Path):
             with path.open("rb") as opened:
-                self._map = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY)
+                self._map = mmap.mmap(opened.fileno(), size, **_PRIVATE)
         else:
-            self._map = mmap.mmap(-1, size)  # a page takes memory when it is written
+            self._map = mmap.mmap(-1, size, **_PRIVATE)
         self.view = memoryview(self._map)
         """All bytes. Writes do not change the file. A remote file has only the bytes that were fetched."""
 
