@@ -20,8 +20,10 @@ _FETCH_UNIT_BYTES = 4 << 20
 _FETCH_BYTES = 64 << 20
 _PARALLEL_FETCHES = 8
 # A page takes memory when it is written. Linux would count every page on mapping, and refuse a file larger than the memory.
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | _NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+_PRIVATE: dict[str, Any] = {}
+if sys.platform == "linux":
+    _PRIVATE["flags"] = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    _PRIVATE["prot"] = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 @contextlib.contextmanager
@@ -129,7 +131,7 @@ class MappedFile:
             self._map = bytearray()
         elif isinstance(path, Path):
             with path.open("rb") as opened:
-                self._map = mmap.mmap(opened.fileno(), size, **_PRIVATE)
+                self._map = mmap.mmap(opened.fileno(), size, **_PRIVATE or {"access": mmap.ACCESS_COPY})
         else:
             self._map = mmap.mmap(-1, size, **_PRIVATE)
         self.view = memoryview(self._map)
