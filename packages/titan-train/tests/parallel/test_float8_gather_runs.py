@@ -5,8 +5,9 @@ import pytest
 import torch
 from float8_casts import Casts
 from titan_testing import run_ranks
+from titan_train.config import parse_config
 from titan_train.parallel import apply as build
-from titan_train.parallel.tensor.float8_linears import float8_gathering_modules
+from titan_train.parallel.tensor.float8_linears import check_gather, float8_gathering_modules
 
 MODEL = {
     "model": {"name": "llama3_debug", "seq_len": 256, "args": {"num_layers": 2, "num_kv_heads": 2}},
@@ -62,3 +63,10 @@ def test_norms_are_computed_by_their_readers_but_where_fsdp_frees_them_on_their_
     ((kept, alone, others),) = run_ranks(casts_in_norms, 1, folder, "norms-fp32", {"keep_fp32": ["*norm*"]})
     assert (alone, others) == (0, swiglu)
     assert kept == pytest.approx(loss, abs=1e-2)
+
+
+def test_gathering_float8_for_adapters_is_refused_where_it_is_asked_for():
+    sections = {"model": {"name": "hf:somewhere", "lora_rank": 4}}
+    check_gather(parse_config(sections | {"float8": {"recipe": "blockwise"}}))
+    with pytest.raises(ValueError, match=r"tp_gather='on' and model\.lora_rank=4: .* Use tp_gather='auto'"):
+        check_gather(parse_config(sections | {"float8": {"recipe": "blockwise", "tp_gather": "on"}}))

@@ -63,7 +63,7 @@ def gathers_same_bits(recipe: titan_fp8.Recipe) -> bool:
 
 
 def check_gather(config: Config) -> None:
-    """Refuse to gather in float8 with a recipe that cannot."""
+    """Refuse with a ValueError to gather in float8 with a recipe that cannot, or with what reads tokens before the cast."""
     recipe = config.float8.recipe
     if recipe != "none" and config.float8.tp_gather == "on" and not can_gather_float8(titan_fp8.Recipe.get(recipe)):
         raise ValueError(
@@ -74,6 +74,11 @@ def check_gather(config: Config) -> None:
         raise ValueError(
             f"float8.tp_gather='on' and activations.mlp_tiles={config.activations.mlp_tiles}: a tile would gather its part of "
             "each rank's tokens, in another order than that of the whole. Use tp_gather='auto', or mlp_tiles=1."
+        )
+    if recipe != "none" and config.float8.tp_gather == "on" and config.model.lora_rank:
+        raise ValueError(
+            f"float8.tp_gather='on' and model.lora_rank={config.model.lora_rank}: an adapter reads what its base reads, before "
+            "the cast. Use tp_gather='auto', which gathers in high precision with adapters."
         )
 
 
