@@ -18,7 +18,7 @@ from titan_train.planner.cost.constants import prior
 from titan_train.planner.cost.links import gather_seconds, reduce_seconds, span
 from titan_train.planner.cost.products import rates
 from titan_train.planner.cost.schedules import SEARCHED, schedule_cost, schedules_for
-from titan_train.planner.cost.step import STATES_PASSES, rank_parameters
+from titan_train.planner.cost.step import STATES_PASSES, rank_parameters, step_time
 from titan_train.planner.memory.peak import in_flight, memory_peak
 from titan_train.planner.search.refuse import refuse_search, refuse_setup
 from titan_train.planner.search.search import outside, search
@@ -32,10 +32,9 @@ from torch.utils._pytree import tree_leaves
 
 
 def request(model: str, gpus: int, seq_len: int, batch: int, machine: str = "h100", **rest: object) -> PlanRequest:
-    precisions = ("bf16", "tensorwise") if machine == "h100" else ("bf16",)
+    rest = {"precisions": ("bf16", "tensorwise") if machine == "h100" else ("bf16",), **rest}
     return PlanRequest(
-        shape=find_shape(model), machine=load_machine(machine), gpus=gpus, seq_len=seq_len, global_batch=batch,
-        precisions=precisions, **rest,
+        shape=find_shape(model), machine=load_machine(machine), gpus=gpus, seq_len=seq_len, global_batch=batch, **rest,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -479,6 +478,28 @@ def test_the_memory_of_the_list_is_that_of_its_setups() -> None:
     assert any(e.setup.cp_method == "ulysses" for e in found)
     for e in found:
         assert memory_peak(e.shape, e.setup).allocated == e.memory.allocated <= asked.limit_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "seq_len", "batch", "how"),
+    [
+        ("llama3_8b", 64, 32768, 64, {}),
+        ("llama3_70b", 64, 8192, 128, {"stack": "eager"}),
+        ("qwen3_30b_a3b", 32, 4096, 512, {}),
+        ("deepseek_v3", 512, 4096, 4096, {"precisions": ("bf16",)}),
+        ("llama3_8b", 16, 8192, 64, {"precisions": ("fp32", "bf16")}),
+    ],
+)  # fmt: skip
+def test_what_a_search_remembers_is_what_is_computed_anew(
+    model: str, gpus: int, seq_len: int, batch: int, how: dict
+) -> None:
+    ranking = search(request(model, gpus, seq_len, batch, **how), 10_000)
+    found = [*ranking.best, *(e for kind in ranking.kinds.values() for e in kind), *ranking.front]
+    assert len({e.setup.microbatch for e in found}) > 1
+    for e in found[:: 1 + len(found) // 400]:
+        shape = replace(e.shape)  # which remembers nothing
+        assert memory_peak(shape, e.setup).allocated == pytest.approx(e.memory.allocated, rel=1e-12)
+        assert step_time(shape, e.machine, e.constants, e.setup).terms == e.time.terms
 
 
 def test_adapters_are_predicted_as_adapters() -> None:
