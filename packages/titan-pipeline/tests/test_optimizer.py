@@ -12,7 +12,9 @@ from titan_pipeline import build_schedule  # noqa: E402
 from titan_pipeline.runtime import Executor, Optimistic, ThreadHub, TorchStage, clip_grad_norm  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
 RANKS, STEPS, CLIP = 4, 50, 20.0
 
@@ -216,6 +218,27 @@ def test_gradients_that_are_not_summed_over_their_mesh_yet_count_as_their_sum():
         assert after == pytest.approx(1.0, rel=1e-5)
         for grad, e in zip(grads, whole, strict=True):
             torch.testing.assert_close(grad, e / expected)
+
+
+def _in_two_ways():
+    """Clips the gradients of a layer that is sharded by columns over one axis and by FSDP over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    alone = copy.deepcopy(model)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    x, y = ([torch.cat(part)] for part in batch(3))
+    executor = Executor(build_schedule("gpipe", 1, 1), [TorchStage(model, 0, loss=loss_sum)])
+    executor.step(x, y)
+    loss_sum(alone(x[0]), y[0]).backward()
+    return clip_grad_norm(executor, math.inf), float(nn.utils.get_total_norm([p.grad for p in alone.parameters()]))
+
+
+def test_gradients_that_are_sharded_twice_over_two_axes_count_once():
+    norms = testing.run_ranks(_in_two_ways, 4)
+    assert len({norm for norm, _ in norms}) == 1
+    assert norms[0][0] == pytest.approx(norms[0][1], rel=1e-5)
 
 
 def test_parameters_to_skip_may_come_as_a_generator():

@@ -178,7 +178,7 @@ def _global_norm(executor: Executor, parameters: Sequence[Tensor]) -> float:
         if isinstance(grad, DTensor):
             if any(q.is_partial() for q in grad.placements):
                 grad = grad.redistribute(placements=[Replicate() if q.is_partial() else q for q in grad.placements])
-            layout = (grad.device_mesh, tuple(Partial() if q.is_shard() else Replicate() for q in grad.placements))
+            layout = (grad.device_mesh, tuple(q if q.is_replicate() else Partial() for q in grad.placements))
             square = grad.to_local().double().square().sum()
             shards[layout] = shards[layout] + square if layout in shards else square
         else:
