@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from tiny_run import tiny_run, write_text
 from titan_train import Trainer, load_run
 from titan_train.config import dump_config
 from titan_train.export.run import export_run
+from titan_train.observe.records import ValidationRecord
 from titan_train.optim.average import Z, averaged_weight, has_ema
+from titan_train.run_folder import find_start
 from titan_train.train.observer import Observer
 
 
@@ -198,6 +202,41 @@ def test_a_run_goes_back_past_a_damaged_checkpoint(folder):
         trainer.fit()
         lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line.get("event") == "rewound"] == [2]
+
+
+def test_a_run_does_not_go_back_where_its_data_would_not_last(folder):
+    (folder / "one_pass.txt").write_text(
+        (folder / "text.txt").read_text()[:1169]
+    )  # 36 samples of 32: nine steps, and not ten
+    config = spiking(folder, "one-pass")
+    source = replace(config.data.sources[0], paths=(str(folder / "one_pass.txt"),), max_epochs=1)
+    config = replace(config, data=replace(config.data, sources=(source,)))
+    spike = Spike()
+    with Trainer(config, callbacks=[spike]) as trainer:
+        trainer.fit(until=8)
+        trainer.save()
+        lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [step for step, _ in spike.steps] == [*range(1, 9)]
+    assert [line["step"] for line in lines if line.get("event") == "spikes_accepted"] == [8]
+    with Trainer(config) as trainer:
+        trainer.fit()
+        assert trainer.finished
+
+
+def test_after_going_back_the_best_checkpoint_is_one_that_stays(folder, monkeypatch):
+    losses = iter([3.0, 2.5, 1.0, 2.9, 2.8, 2.7])  # of steps 2, 4, 6, and 6, 8, 9
+    config = spiking(folder, "best", validation={"every": 2})
+    config = replace(config, checkpoint=replace(config.checkpoint, keep_best=True))
+    with Trainer(config, callbacks=[Spike()]) as trainer:
+        validated = partial(ValidationRecord, bits_per_byte=None, tokens=1)
+        monkeypatch.setattr(
+            trainer, "_measure_held_out", lambda: (validated(step=trainer.step, loss=next(losses)), None)
+        )
+        trainer.fit()
+        best = trainer._best
+    assert (best.step, best.loss) == (4, 2.5)
+    assert find_start(f"{trainer.run_dir}@best", "here") == (trainer.run_dir, 4)
+    assert (trainer.run_dir / "set_aside" / "001-after-4" / "step-00000006").is_dir()
 
 
 def test_parameters_that_thaw_are_no_spike(folder):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, is_held, run_status
     from titan_train.run_folder.place import check_run_folder, check_writable
     from titan_train.run_folder.record import take_effect
-    from titan_train.run_folder.rewind import check_rewind, stage_rewind, staged_rewind
+    from titan_train.run_folder.rewind import check_rewind, set_best_aside, stage_rewind, staged_rewind
     from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
     from titan_train.run_folder.starts import BEST, check_unused, find_start, resolve_starts
 
@@ -70,6 +70,7 @@ __all__ = [
     "resolve_starts",
     "run_folder",
     "run_status",
+    "set_best_aside",
     "stage",
     "stage_rewind",
     "staged_folder",

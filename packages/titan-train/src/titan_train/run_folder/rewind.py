@@ -4,6 +4,8 @@ The launcher stages the step with the attempt. Ranks restore it, and once all of
 `titan_train.run_folder.staging` moves the checkpoints of later steps, or saved later, and a copy of ``metrics.jsonl`` into
 ``set_aside/``, newest first: what is interrupted half-way still has a newest checkpoint that is whole. If ``checkpoints/`` is on
 another disk, they are moved to ``checkpoints/set_aside/``, and ``set_aside/`` has links to them.
+
+A run that goes back by itself, after a spike, sets its best checkpoint aside if that is of a later step.
 """
 
 import contextlib
@@ -13,6 +15,7 @@ from pathlib import Path
 
 from titan_train.files import read_text, write_atomic
 from titan_train.run_folder.contents import checkpoint_folders
+from titan_train.run_folder.starts import best_saved
 
 FOLDER = "set_aside"
 _STAGED = "resume_step"
@@ -52,15 +55,37 @@ def set_aside(run_dir: Path, staged: Path) -> None:
     after = order[order.index(step) + 1 :] if step in saved else []
     later = [number for number in order if number > step or number in after]
     if later:
-        numbers = [path.name.partition("-")[0] for path in (run_dir / FOLDER).glob("*-after-*")]
-        newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-        folder = run_dir / FOLDER / f"{newest + 1:03}-after-{step}"
-        folder.mkdir(parents=True)
+        folder = _new_folder(run_dir, step)
         if (run_dir / "metrics.jsonl").is_file():
             shutil.copy2(run_dir / "metrics.jsonl", folder)
         for number in reversed(later):
             _move(saved[number], folder)
     (staged / _STAGED).unlink()
+
+
+def set_best_aside(run_dir: Path, step: int) -> tuple[dict[int, Path], tuple[float, int] | None]:
+    """Set aside the best checkpoint, if its step is after ``step``, to which the run went back; again, until none is.
+
+    Returns:
+        Where those are, by step; and loss and step of the best that is left, None if no other was validated.
+    """
+    moved: dict[int, Path] = {}
+    while True:
+        saved = checkpoint_folders(run_dir)
+        best = best_saved(saved)
+        if best is None or best[1] <= step:
+            return moved, best
+        folder = _new_folder(run_dir, step)
+        _move(saved[best[1]], folder)
+        moved[best[1]] = folder
+
+
+def _new_folder(run_dir: Path, step: int) -> Path:
+    numbers = [path.name.partition("-")[0] for path in (run_dir / FOLDER).glob("*-after-*")]
+    newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    folder = run_dir / FOLDER / f"{newest + 1:03}-after-{step}"
+    folder.mkdir(parents=True)
+    return folder
 
 
 def _move(checkpoint: Path, folder: Path) -> None:

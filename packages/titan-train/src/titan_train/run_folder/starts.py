@@ -7,6 +7,7 @@ run has a checkpoint of its own, that counts, and what it began with is on recor
 
 import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,18 +93,24 @@ def find_start(start: str, setting: str) -> tuple[Path, int]:
 
 
 def _best(start: str, setting: str, saved: dict[int, Path]) -> int:
+    best = best_saved(saved)
+    if best is None:
+        raise ValueError(
+            f"{setting}={start!r}: no checkpoint there was validated when it was saved. Name a step; checkpoint.keep_best=true "
+            "saves after each best validation."
+        )
+    return best[1]
+
+
+def best_saved(saved: Mapping[int, Path]) -> tuple[float, int] | None:
+    """The lowest validation loss of checkpoints, and its step; None if none was validated when it was saved."""
     rated: list[tuple[float, int]] = []
     for step, path in saved.items():
         with contextlib.suppress(CheckpointError):  # a damaged one is not the best
             loss = Manifest.open(path).metrics.get(BEST, math.nan)
             if math.isfinite(loss):
                 rated.append((loss, step))
-    if not rated:
-        raise ValueError(
-            f"{setting}={start!r}: no checkpoint there was validated when it was saved. Name a step; checkpoint.keep_best=true "
-            "saves after each best validation."
-        )
-    return min(rated)[1]
+    return min(rated, default=None)
 
 
 def _parent(config: Config, run_dir: Path) -> str:

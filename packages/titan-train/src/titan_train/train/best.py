@@ -23,6 +23,14 @@ class BestValidation:
         """Begin again: no validation is the best so far."""
         self.loss, self.step, self._waited = math.inf, 0, 0
 
+    def go_back(self, step: int, best: tuple[float, int] | None) -> None:
+        """The run went back to ``step``; ``best`` is the lowest loss until then whose checkpoint is kept, and its step."""
+        self.forget()
+        if best is not None:
+            self.loss, self.step = best
+        if self._newest is not None and self._newest.step > step:
+            self._newest = None
+
     def take(self, record: ValidationRecord) -> bool:
         """Count a validation. Returns whether its loss is the lowest so far; NaN never is."""
         self._newest = record

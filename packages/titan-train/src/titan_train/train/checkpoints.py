@@ -22,7 +22,7 @@ from titan_train.optim.build import check_saved_weights
 from titan_train.optim.spikes import Spikes
 from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.tied import tied_to_first
-from titan_train.run_folder import BEST, find_start, staged_folder, staged_rewind, sync_run_folder
+from titan_train.run_folder import BEST, find_start, set_best_aside, staged_folder, staged_rewind, sync_run_folder
 from titan_train.task import TaskInputs
 from titan_train.train.best import BestValidation
 from titan_train.train.observer import ObservedRun
@@ -115,18 +115,28 @@ class Checkpoints:
         metrics = {} if validation_loss is None else {BEST: validation_loss}
         self.checkpointer.save(step, self._state(), metrics=metrics)
 
-    def rewind(self, step: int) -> int | None:
-        """Restore all but the data's position from the newest intact checkpoint that is not after ``step``. Collective.
+    def newest_until(self, step: int) -> int | None:
+        """The step of the newest checkpoint that is not after ``step``; None if there is none. Collective."""
+        return next(iter(older_steps(self._saved(), step + 1, 2)), None)
+
+    def rewind(self, step: int) -> int:
+        """Restore all but the data's position from the checkpoint of ``step``, or the newest intact one before it. Collective.
 
         Returns:
-            Its step; None if there is none, and nothing is restored.
+            Its step.
         """
-        before = older_steps(self._saved(), step + 1, 2)
-        if not before:
-            return None
-        found = self.checkpointer.restore(dataclasses.replace(self._state(), data=None), before[0], fallback=True)
+        found = self.checkpointer.restore(dataclasses.replace(self._state(), data=None), step, fallback=True)
         self._drop_average()
+        if self._run.config.checkpoint.keep_best:
+            self._set_best_aside(found)
         return found
+
+    def _set_best_aside(self, step: int) -> None:
+        """The best checkpoint is one of the steps up to ``step`` again: the numbers of later ones come again. Collective."""
+        moved, best = set_best_aside(self._run.run_dir, step) if self._run.rank == 0 else ({}, None)
+        for number, folder in moved.items():
+            self._run.message(f"step {number}, the best so far, comes again: its checkpoint was moved to {folder}")
+        self._best.go_back(step, gather_values(best)[0] if self._run.mesh is not None else best)
 
     def _drop_average(self) -> None:
         """Drop a restored moving average, if the run keeps none any more. An optimizer of the user's own may mean another."""

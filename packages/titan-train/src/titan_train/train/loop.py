@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Generator, Iterator, Sequence
 
+from titan_train.data.loader.data_loader import DataLoader
 from titan_train.data.loader.iterated import Loader
 from titan_train.data.loader.source import TaskBatch
 from titan_train.observe.records import ValidationRecord
@@ -187,15 +188,18 @@ class TrainingLoop(ObservedRun):
             RuntimeError: It went back several times and never came past the first spike.
         """
         here, before = self.step, self.step - self._spikes.in_a_row
-        back = self.config.spikes.rewind
-        found = None
-        if back:
+        found, lacks = None, ""
+        if self.config.spikes.rewind:
             with self._phase("checkpoint", here), self._weights_written():
-                found = self._checkpoints.rewind(before - back)
+                older = self._checkpoints.newest_until(before - self.config.spikes.rewind)
+                lacks = "" if older is None else self._data_lacks(older)
+                if older is not None and not lacks:
+                    found = self._checkpoints.rewind(older)
         self._spikes.forget(norms=found is None)
         if found is None:
             self.message(
                 f"step {here}: gradients stay far larger than before step {before}; they count as usual from here on"
+                + (f". The run does not go back, since it would pass over data that it needs: {lacks}" if lacks else "")
             )
             self.event("spikes_accepted", since=before)
             return False
@@ -216,6 +220,17 @@ class TrainingLoop(ObservedRun):
         )
         self.save()  # what a restart continues from: these weights, with the data after the spikes
         return True
+
+    def _data_lacks(self, step: int) -> str:
+        """Why the data does not last for the steps after ``step``, from where it was read to; empty if it does."""
+        if isinstance(self._loader, DataLoader):
+            left = max(0, self.config.train.steps - step)
+            needed = self.batch_plan.ramp.consumed_after(left, self._loader.samples_consumed)
+            try:
+                self._inputs.train.check_samples(needed)
+            except ValueError as err:
+                return str(err)
+        return ""
 
     def _minutes_due(self) -> bool:
         """Whether a save by the clock is due; rank 0's clock decides for all."""

@@ -198,9 +198,8 @@ class Trainer(TrainingLoop):
         if world_size == 1:
             self._if_alone.callback(self._checkpoints.checkpointer.close)
         self.step = self._checkpoints.restore()
-        if isinstance(self._loader, DataLoader):
-            consumed, left = self._loader.samples_consumed, config.train.steps - self.step
-            self._inputs.train.check_samples(plan.batch.ramp.consumed_after(max(0, left), consumed))
+        if lacks := self._data_lacks(self.step):
+            raise ValueError(lacks)
         self._requests = SaveRequests()
         self.losses = []
 
