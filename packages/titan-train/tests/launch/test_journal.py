@@ -10,7 +10,7 @@ from titan_train.launch.job import Attempt
 from titan_train.launch.place.here import _Places
 from titan_train.launch.supervise import supervisor as module
 from titan_train.launch.supervise.journal import Journal
-from titan_train.launch.supervise.supervisor import Supervisor
+from titan_train.launch.supervise.supervisor import Before, Supervisor
 
 
 def test_lines_that_a_full_disk_refuses_are_kept_and_written_when_there_is_room(tmp_path):
@@ -90,11 +90,11 @@ class Few(NoRanks):
         return super().start(attempt)
 
 
-def elastic(launcher, tmp_path, monkeypatch, wait_s):
+def elastic(launcher, tmp_path, monkeypatch, wait_s, before=None):
     monkeypatch.setattr(module, "_RANKS_S", wait_s)
     config = Config(launch=LaunchConfig(elastic=True, max_restarts=2), train=TrainConfig(global_batch=4))
     out = io.StringIO()
-    supervisor = Supervisor(launcher, config, tmp_path, ranks=2, out=out)
+    supervisor = Supervisor(launcher, config, tmp_path, ranks=2, out=out, before=before)
     monkeypatch.setattr(supervisor, "_sleep", lambda _: None)
     return supervisor, out
 
@@ -116,6 +116,34 @@ def test_enough_ranks_are_waited_for_after_a_loss_and_not_at_the_start(tmp_path,
     supervisor, _ = elastic(Few(0), tmp_path, monkeypatch, 600.0)
     with pytest.raises(ValueError, match="0 of 2 ranks are left"):
         supervisor.run()
+
+
+class Refused(NoRanks):
+    """Places no ranks the first time."""
+
+    starts = 0
+
+    def start(self, attempt):
+        self.starts += 1
+        if self.starts == 1:
+            raise ValueError("the cluster cannot hold this job")
+        return super().start(attempt)
+
+
+def test_a_supervisor_that_is_started_again_waits_and_restarts_as_the_one_before_it(tmp_path, monkeypatch):
+    launcher = Few(0, 2)
+    supervisor, out = elastic(launcher, tmp_path, monkeypatch, 600.0, Before(again=True))
+    assert supervisor.run() == 1
+    assert launcher.sizes == [2, 2, 2]
+    assert "waiting  0 of 2 ranks are left" in out.getvalue()
+    launcher, out = Refused(), io.StringIO()
+    monkeypatch.setattr(module, "saved_step", lambda *_: 3)
+    config = Config(launch=LaunchConfig(max_restarts=1))
+    supervisor = Supervisor(launcher, config, tmp_path, ranks=2, out=out, before=Before(again=True))
+    monkeypatch.setattr(supervisor, "_sleep", lambda _: None)
+    assert supervisor.run() == 1
+    assert launcher.starts == 2
+    assert "lost     the cluster cannot hold this job\nrestart  from step 3" in out.getvalue()
 
 
 def test_the_last_places_of_a_machine_stay_in_use(tmp_path):

@@ -45,14 +45,17 @@ class Decision:
 class RestartBudget:
     """Counts the restarts of one run."""
 
-    def __init__(self, launch: LaunchConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, launch: LaunchConfig, clock: Callable[[], float] = time.monotonic, *, has_trained: bool = False
+    ) -> None:
+        """No attempt has ended yet; ``has_trained``: the run has made steps with this very configuration."""
         self._most = launch.max_restarts
         self._window_s = launch.restart_window_s
         self._clock = clock
         self._times: list[float] = []
         self._last: Ended | None = None
         self._fruitless = 0
-        self._has_trained = False
+        self._has_trained = has_trained
 
     def decide(self, ended: Ended) -> Decision:
         """Take note of how an attempt ended and say what follows.

@@ -40,7 +40,7 @@ class Before:
     """What an earlier supervisor of the same command left behind when it was lost."""
 
     again: bool = False
-    """There was one: faults that struck do not strike again."""
+    """There was one: faults that struck do not strike again, and ranks that cannot be placed are a loss, not a mistake."""
     adopted: tuple[Attempt, RunningJob] | None = None
     """The attempt that it left running."""
 
@@ -85,11 +85,11 @@ class Supervisor:
         self._on_attempt = on_attempt
         self._still_ours = still_ours
         self._journal = Journal(run_dir / "attempts.jsonl", out or sys.stderr)
-        self._budget = RestartBudget(config.launch)
         self._requests = Requests()
         self._lost_at: float | None = None
         self._before = before or Before()
         self._saved_step: int | None = None
+        self._budget = RestartBudget(config.launch, has_trained=self._before.again and bool(self._saved()))
         check_faults(parse_faults(config.launch.faults), ranks)
 
     def run(self) -> int:
@@ -132,13 +132,14 @@ class Supervisor:
     def _next(self, number: int) -> tuple[Attempt, Outcome]:
         attempt = Attempt(number, self._config, self._run_dir, self._full)
         saved = self._saved() or 0
+        first = number == 0 and not self._before.again
         try:
-            config, size = self._size(wait_s=_RANKS_S if number else 0.0)
+            config, size = self._size(wait_s=0.0 if first else _RANKS_S)
             attempt = Attempt(number, config, self._run_dir, size)
             self._when_there_is_room(lambda: self._prepare(attempt))
             job = self._when_there_is_room(lambda: self._launcher.start(attempt))
         except ValueError as err:
-            if number == 0:
+            if first:
                 raise
             # Elastic, a node that went away after it was counted is counted again.
             ended = Ended(str(err), saved, progressed=False, users_mistake=not self._config.launch.elastic)
