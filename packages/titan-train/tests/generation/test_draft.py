@@ -77,3 +77,8 @@ def test_what_drafts_cannot_serve_is_refused_by_name():
     for options in ({"use_cache": False}, {"compiled": True}, {"multiple_of": 2}):
         with pytest.raises(ValueError, match=r"leave use_cache=None"):
             stream(model, [[1]], max_new_tokens=1, draft=DraftCount(), **options)
+    model.rope_limits = (16,)
+    stream(model, [[1] * 17], max_new_tokens=20, draft=DraftCount())
+    stream(model, [[1] * 10], max_new_tokens=5, draft=DraftCount())
+    with pytest.raises(ValueError, match=r"rows of more than 16 tokens are rotated by other factors"):
+        stream(model, [[1] * 10], max_new_tokens=6, draft=DraftCount())

@@ -48,13 +48,13 @@ def prompts(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(3, 90, (length,), generator=make).tolist() for length in lengths]
 
 
-def theirs(folder: Path, prompt: list[int]) -> list[int]:
+def theirs(folder: Path, prompt: list[int], new: int = NEW) -> list[int]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([prompt])
     found: Any = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     return found[0, len(prompt) :].tolist()
 
@@ -99,6 +99,26 @@ def test_a_family_with_a_cache_of_its_own_kind_goes_without(tmp_path: Path) -> N
     seen = Forwards(model)
     assert generate(model, [given], max_new_tokens=2) == [theirs(folder, given)[:2]]
     assert seen.tokens == [5, 6]
+
+
+@pytest.mark.parametrize("window", [11, None], ids=["own cache", "keys and values"])
+def test_rows_that_outgrow_the_short_factors_of_longrope_are_computed_anew(window: int | None, tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    folder = hf_folders.make(
+        tmp_path / "phi", "phi3", rope_parameters=rope | {"original_max_position_embeddings": 32},
+        original_max_position_embeddings=32, max_position_embeddings=64, sliding_window=window,
+    )  # fmt: skip
+    model, (given,) = build(folder), prompts([27])
+    seen = Forwards(model)
+    found = generate(model, [given], max_new_tokens=14)
+    assert seen.tokens == [27, *[1] * 5, 33, *[1] * 7]
+    assert found == generate(model, [given], max_new_tokens=14, use_cache=False) == [theirs(folder, given, 14)]
+    ragged = prompts([27, 30])
+    if window is None:
+        options = {"max_new_tokens": 9, "multiple_of": 4}
+        assert generate(model, ragged, **options) == generate(model, ragged, **options, use_cache=False)
+    else:
+        assert generate(model, ragged, max_new_tokens=9) == [theirs(folder, prompt, 9) for prompt in ragged]
 
 
 def test_training_goes_on_with_the_code_from_here(tmp_path: Path) -> None:

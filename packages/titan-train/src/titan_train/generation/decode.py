@@ -127,7 +127,7 @@ def _stream(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) -
             next_logits = restore.enter_context(own_cache_logits(unwrap(model), prompts))
         elif how.use_cache:
             in_use = restore.enter_context(kv_cache(model, total))
-            next_logits = _CachedLogits(in_use, [len(prompt) for prompt in prompts], how.compiled, how.multiple_of)
+            next_logits = _CachedLogits(in_use, prompts, how, traits_of(model).rope_limits)
         for step in range(how.max_new_tokens):
             with torch.no_grad():  # not around the yield: that would turn the caller's gradients off, too
                 with _eager_unless(how.compiled and step > 0):
@@ -172,20 +172,28 @@ def _eager_unless(compiled: bool) -> AbstractContextManager[object]:
 
 
 class _CachedLogits:
-    """Logits after each row's last token, ``[B, V]``: the prompts at step 0, afterwards only the newest token."""
+    """Logits after each row's last token, ``[B, V]``: the prompts at step 0, afterwards only the newest token.
 
-    def __init__(self, in_use: CacheLength, lengths: Sequence[int], compiled: bool, multiple_of: int) -> None:
+    Where the longest row exceeds one of the model's ``rope_limits``, the whole rows again.
+    """
+
+    def __init__(
+        self, in_use: CacheLength, prompts: Sequence[Sequence[int]], how: Decoding, limits: Sequence[int]
+    ) -> None:
+        lengths = [len(prompt) for prompt in prompts]
         self._in_use = in_use
         self._longest = max(lengths)
-        self._even = min(lengths) == self._longest and multiple_of == 1
-        self._multiple_of = multiple_of
-        self._compiled = compiled
+        self._multiple_of = how.multiple_of
+        self._even = min(lengths) == self._longest and how.multiple_of == 1
+        self._compiled = how.compiled
+        self._limits = limits
         self._one_token: Callable[..., Tensor] | None = None
 
     def __call__(self, model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
-        if step == 0:
+        width = _rounded(self._longest + step, self._multiple_of)
+        if step == 0 or any(self._longest + step - 1 <= limit < width for limit in self._limits):
             self._in_use.prompts = lengths
-            self._in_use.used = width = _rounded(self._longest, self._multiple_of)
+            self._in_use.used = width
             positions = torch.arange(width, device=tokens.device).expand(tokens.shape[0], -1)
             with _head_of_last(model, lengths):
                 return _last(model(tokens[:, :width], positions=positions), lengths)
@@ -264,9 +272,9 @@ def _check(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) ->
             "compiled=True needs the key-value cache, whose step has a fixed shape. Leave use_cache=None, and compiled=False for "
             "a model that keeps another cache or none."
         )
-    if how.draft is not None:
-        _check_draft(model, how)
     given = max(len(prompt) for prompt in prompts)
+    if how.draft is not None:
+        _check_draft(model, how, given)
     limit = traits_of(model).max_seq_len
     if limit is not None and given + how.max_new_tokens > limit:
         raise ValueError(
@@ -275,8 +283,8 @@ def _check(model: nn.Module, prompts: Sequence[Sequence[int]], how: Decoding) ->
         )
 
 
-def _check_draft(model: nn.Module, how: Decoding) -> None:
-    if mtp_of(model) is None:
+def _check_draft(model: nn.Module, how: Decoding, given: int) -> None:
+    if (modules := mtp_of(model)) is None:
         raise ValueError(
             f"drafts need modules that predict tokens further ahead, and this {type(unwrap(model)).__name__} has none: it was "
             "not trained with model.args.mtp_depth. Generate without drafts."
@@ -291,4 +299,11 @@ def _check_draft(model: nn.Module, how: Decoding) -> None:
         raise ValueError(
             "drafts need the key-value cache of plain attention, and forwards of as many tokens as there are drafts: leave "
             "use_cache=None, compiled=False and multiple_of=1; a model with windows or another cache generates without drafts."
+        )
+    crossed = [n for n in traits_of(model).rope_limits if given <= n < given + how.max_new_tokens + len(modules)]
+    if crossed:
+        raise ValueError(
+            f"drafts with a prompt of {given} tokens and max_new_tokens={how.max_new_tokens}: rows of more than {crossed[0]} "
+            "tokens are rotated by other factors (rope_type longrope), so that all keys are computed anew. Generate without "
+            "drafts, or add fewer tokens."
         )

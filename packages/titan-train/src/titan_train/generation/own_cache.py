@@ -4,6 +4,8 @@ A model of transformers with windows, sinks or layers with a state brings three 
 positions of its own for each row, and a state takes in whatever it is given, padding too. So the rows whose prompts are
 equally long share a cache and a forward, and no row is padded: a batch of n different lengths takes n forwards for each
 token.
+
+A row that becomes longer than one of the model's ``rope_limits`` is computed anew, whole, as transformers does.
 """
 
 from collections.abc import Generator, Sequence
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_train.models import unwrap
+from titan_train.models.traits import traits_of
 
 
 class OwnCache(Protocol):
@@ -48,20 +51,25 @@ def own_cache_logits(model: Any, prompts: Sequence[Sequence[int]]) -> Generator[
 class OwnCacheLogits:
     """Logits after each row's last token, ``[B, V]``: the prompts at step 0, afterwards only the newest token."""
 
-    def __init__(self, model: OwnCache, lengths: Sequence[int]) -> None:
-        self._model = model
+    def __init__(self, model: Any, lengths: Sequence[int]) -> None:
+        self._model: OwnCache = model
+        self._limits = traits_of(model).rope_limits
         rows: dict[int, list[int]] = {}
         for row, length in enumerate(lengths):
             rows.setdefault(length, []).append(row)
-        self._groups = [(length, torch.tensor(of), model.new_cache()) for length, of in rows.items()]
+        self._groups = [(length, torch.tensor(of)) for length, of in rows.items()]
+        self._caches = [model.new_cache() for _ in self._groups]
 
     def __call__(self, model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
         """As `titan_train.generation.decode` calls it: ``tokens [B, T]`` have the newest ones in their places."""
         del model, lengths
         found: list[Tensor] = []
-        for length, rows, cache in self._groups:
-            given = tokens[rows.to(tokens.device)]
-            given = given[:, :length] if step == 0 else given[:, length + step - 1 : length + step]
-            found.append(self._model.next_logits(given, cache)[:, -1])
-        order = torch.cat([rows for _, rows, _ in self._groups]).argsort()
+        for number, (length, rows) in enumerate(self._groups):
+            given = tokens[rows.to(tokens.device), : length + step]
+            if step and length + step - 1 in self._limits:
+                self._caches[number] = self._model.new_cache()
+            elif step:
+                given = given[:, -1:]
+            found.append(self._model.next_logits(given, self._caches[number])[:, -1])
+        order = torch.cat([rows for _, rows in self._groups]).argsort()
         return torch.cat(found)[order.to(tokens.device)]

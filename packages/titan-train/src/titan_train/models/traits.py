@@ -27,6 +27,8 @@ class Traits:
 
     max_seq_len: int | None = None
     """The longest sequence, of a model with learned positions."""
+    rope_limits: Sequence[int] = ()
+    """Lengths above which all positions of a row are rotated otherwise (LongRoPE): generation computes its keys anew there."""
     supports_kv_cache: bool = False
     """Tokens meet only in `CausalAttention`, and `forward` takes `positions`: generation may keep keys and values."""
     loss_head: str | None = None

@@ -124,7 +124,7 @@ def check_configuration(name: str, config: Any, vocab_size: int | None, seq_len:
             f"model.seq_len={seq_len} is longer than the {longest} positions of {folder_of(name)}: the nearest valid choice is "
             f"{longest}. To extend it, set model.args.max_position_embeddings={seq_len}, and a larger rotary base or a scaling."
         )
-    short = min(_short_ropes(config), default=seq_len)
+    short = min(short_ropes(config), default=seq_len)
     if short < seq_len:
         raise ValueError(
             f"model.seq_len={seq_len} is longer than the {short} positions of the short factors of {folder_of(name)} "
@@ -134,7 +134,7 @@ def check_configuration(name: str, config: Any, vocab_size: int | None, seq_len:
         )
 
 
-def _short_ropes(config: Any) -> Iterator[int]:
+def short_ropes(config: Any) -> Iterator[int]:
     """Positions up to which rotations of LongRoPE have their short factors: one number, or one for each sort of layer."""
     ropes: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):

@@ -21,6 +21,7 @@ from titan_train.models.common.packed import packed_boundaries
 from titan_train.models.common.tensor_styles import Style, StyleTable
 from titan_train.models.hf.ahead import LayerCall, styles_with_modules
 from titan_train.models.hf.attention import CONTEXT, WindowedContext, window_mask
+from titan_train.models.hf.configuration import short_ropes
 from titan_train.models.hf.family import HFFamily, HFModelArgs, family_of_model
 from titan_train.models.hf.lora import fill_adapter
 from titan_train.models.hf.names import key_map_of
@@ -58,6 +59,11 @@ class HFModel(nn.Module):
     def init_parameter(self, fqn: str, tensor: Tensor, generator: torch.Generator) -> bool:
         """Fill what transformers' own methods would fill wrongly; False for what they fill."""
         return self.lora is not None and fill_adapter(fqn, tensor, generator)
+
+    @property
+    def rope_limits(self) -> tuple[int, ...]:
+        """See `titan_train.models.traits`."""
+        return tuple(sorted(set(short_ropes(self.config))))
 
     def new_cache(self) -> Any:
         """An empty cache of transformers' for rows of one length; None where generation goes without, or with its own."""
