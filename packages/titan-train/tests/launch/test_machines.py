@@ -248,6 +248,20 @@ def test_a_machine_whose_first_machine_falls_silent_gives_up(tmp_path, machine, 
     assert f"machine 0 wrote nothing to {tmp_path / FILE_NAME} for 0.2 s" in capsys.readouterr().err
 
 
+def test_a_machine_stays_while_the_first_one_waits_for_room_and_touches_its_lease(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr(module, "_LEADER_GONE_S", 0.5)
+    lease = tmp_path / "lease.json"
+    lease.touch()
+    start, _, codes = machine
+    thread = start()
+    for second in range(10):
+        os.utime(lease, (second, second))  # a full disk takes this, and no announcement
+        time.sleep(0.1)
+    assert codes == []
+    thread.join(30)
+    assert codes == [1]
+
+
 def test_a_machine_that_is_asked_to_end_does_so_when_no_rank_runs(tmp_path, machine, monkeypatch):
     start, log, codes = machine
     handlers = {}

@@ -286,7 +286,36 @@ def test_an_agent_of_a_run_on_a_cluster_outlasts_the_waits_of_its_driver_between
     monkeypatch.setattr(agent_module, "time", clock)
     monkeypatch.setattr(agent_module.os, "_exit", leave)
     agent = agent_module.NodeActor.__new__(agent_module.NodeActor)
-    agent._heard, agent._running = 0.0, object() if running else None
+    agent._heard, agent._running, agent._term = 0.0, object() if running else None, "this"
     with pytest.raises(SystemExit):
         agent._end_with_the_driver(asked["idle_s"])
     assert now == [limit_s]
+    agent.ping("another")
+    assert agent._heard == 0.0
+    agent.ping("this")  # what its driver does between waits
+    with pytest.raises(SystemExit):
+        agent._end_with_the_driver(asked["idle_s"])
+    assert now == [2 * limit_s]
+
+
+def test_agents_are_told_between_attempts_that_the_supervisor_is_there_and_those_that_ended_are_lost():
+    class Died(Exception):
+        pass
+
+    class Ray(FakeRay):
+        exceptions = SimpleNamespace(RayError=Exception, ActorDiedError=Died)
+
+    def agent(name, result):
+        pings = []
+        ping = SimpleNamespace(remote=lambda term: pings.append(term) or type("Call", (), {"result": result})())
+        return RayAgent(SimpleNamespace(ping=ping, pings=pings), "10.0.0.1", name)
+
+    lives, busy, died = agent("a", True), agent("b", OSError()), agent("c", Died())
+    suspects = []
+    launcher = RayLauncher.__new__(RayLauncher)
+    launcher._ray, launcher._agents, launcher._term = Ray(), [lives, busy, died], "this"
+    launcher._nodes = SimpleNamespace(suspect=suspects.append, alive=lambda: ["a", "b", "c"])
+    assert launcher._living() == [lives, busy]
+    assert suspects == ["c"]
+    launcher._living()
+    assert (lives.handle.pings, died.handle.pings) == (["this"] * 2, ["this"])

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         sync_run_folder,
         with_kept_model,
     )
-    from titan_train.run_folder.lease import TAKEN_OVER, Lease, LeaseLostError, is_held, run_status
+    from titan_train.run_folder.lease import LEASE, TAKEN_OVER, Lease, LeaseLostError, is_held, run_status
     from titan_train.run_folder.place import check_run_folder, check_writable
     from titan_train.run_folder.record import take_effect
     from titan_train.run_folder.rewind import check_rewind, set_best_aside, stage_rewind, staged_rewind
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BEST",
+    "LEASE",
     "TAKEN_OVER",
     "Lease",
     "LeaseLostError",

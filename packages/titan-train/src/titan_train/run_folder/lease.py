@@ -33,12 +33,12 @@ from titan_train.child_processes import before_this_boot
 from titan_train.files import parse_json, read_text, write_atomic
 from titan_train.run_folder.place import check_run_folder
 
+LEASE = "lease.json"
 TAKEN_OVER = 75
 """Exit code of a supervisor on Ray whose folder another one has taken over, its ranks with it."""
 _TOUCH_S = 10.0
 _DEAD_S = 120.0
 _RETRY_S = 1.0
-_FILE = "lease.json"
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -78,7 +78,7 @@ class Lease:
             ValueError: Another run holds it; the message names that run. Or `check_run_folder` refuses the folder.
             OSError: The folder cannot be written.
         """
-        self._file = run_dir / (f"machine-{machine}.{_FILE}" if machine else _FILE)
+        self._file = run_dir / (f"machine-{machine}.{LEASE}" if machine else LEASE)
         self._machine = machine
         self._on_lost = on_lost
         self._lost = ""
@@ -183,7 +183,7 @@ class Lease:
 
 def is_held(run_dir: Path) -> bool:
     """Whether another process holds the run's lease and may live."""
-    file = run_dir / _FILE
+    file = run_dir / LEASE
     owner = _read(file)
     if owner is None or owner.process == Process.of(os.getpid()):
         return False
@@ -203,8 +203,8 @@ def run_status(run_dir: Path, attempts: Sequence[Mapping[str, Any]]) -> str:
     status = str(attempts[-1].get("status", "unknown")) if attempts else "unknown"
     if status != "running":
         return status
-    owner = _read(run_dir / _FILE)
-    alive = owner is not None and _alive(owner, run_dir / _FILE, now=lambda _: time.time())
+    owner = _read(run_dir / LEASE)
+    alive = owner is not None and _alive(owner, run_dir / LEASE, now=lambda _: time.time())
     return "running" if alive else "killed"
 
 
@@ -255,7 +255,7 @@ def _alive(owner: _Owner, file: Path, now: Callable[[Path], float]) -> bool:
 
 def _now(folder: Path) -> float:
     """Seconds since the epoch by the clock that times the folder's files, which may be a server's."""
-    probe = _beside(folder / _FILE)
+    probe = _beside(folder / LEASE)
     try:
         probe.touch()
         os.utime(probe)

@@ -35,13 +35,13 @@ from titan_train.launch.node.agent import NodeAgent, NodeJob, NodeRanks
 from titan_train.launch.rank.info import DeviceType
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.supervise.elastic import fit_layout
-from titan_train.run_folder import Lease, is_held
+from titan_train.run_folder import LEASE, Lease, is_held
 
 FILE_NAME = "machines.json"
 _POLL_S = 0.2
 _TOUCH_S = 5.0
 _FRESH_S = 15.0  # an answer is renewed every 5 s
-_LEADER_GONE_S = 900.0  # it waits ten minutes for a full disk, and a network file system may be a minute late
+_LEADER_GONE_S = 900.0  # without a touch of its lease either: a file system that fails is waited for ten minutes
 _FIRST_CALL_S = 120.0  # machines of a job start at different times
 _CALL_S = 15.0  # they are there already; one that does not answer takes no part
 _BACKLOG = 1024
@@ -299,7 +299,7 @@ def _obey_to_the_end(here: "_Follower", run_dir: Path, finished_before: str | No
         signal.signal(number, handler)
     while time.monotonic() - heard <= _LEADER_GONE_S:
         lease.check()
-        new_text, announced = _text(run_dir / FILE_NAME), _announcement(run_dir)
+        new_text, announced = _text(run_dir / FILE_NAME) + _touched(run_dir), _announcement(run_dir)
         if new_text != text:
             heard, text = time.monotonic(), new_text
         if announced is not None and announced.run != finished_before:
@@ -436,6 +436,14 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError):  # not there yet, or replaced this instant on a network file system
+        return ""
+
+
+def _touched(run_dir: Path) -> str:
+    """When machine 0 last touched its lease, which it does also while it waits for room on a full disk."""
+    try:
+        return str((run_dir / LEASE).stat().st_mtime_ns)
+    except OSError:
         return ""
 
 

@@ -84,6 +84,11 @@ class NodeActor:
         self._running = _Running(self._agent, job, self._listener)
         self._listener = None
 
+    def ping(self, term: str) -> None:
+        """Learn that the supervisor is there, and waits."""
+        if self._obeys(term):
+            self._heard = time.monotonic()
+
     def adopt(self, term: str) -> NodeJob | None:
         """Obey the supervisor of this term alone: Ray may start one elsewhere while the one before it still lives.
 

@@ -39,6 +39,7 @@ from titan_train.launch.validate import validate
 
 _START_S = 600.0  # for an interpreter's start on a node: minutes where few cores read Ray from a cold disk
 _ADOPT_S = 10.0  # for agents of a lost driver to answer
+_PING_S = 1.0  # for agents to answer, where one of them may not
 _CALLS = 8  # of an agent at a time: one is held open, others order, start and end
 
 
@@ -150,11 +151,24 @@ class RayLauncher(Launcher):
 
     def _living(self) -> list[RayAgent]:
         """The agents whose nodes are there, as far as anyone knows."""
+        self._ping()
         for agent in self._agents:
             if agent.lost:
                 self._nodes.suspect(agent.node_id)
         alive = self._nodes.alive()
         return [agent for agent in self._agents if not agent.lost and agent.node_id in alive]
+
+    def _ping(self) -> None:
+        """Tell agents that their supervisor is there, which may wait several times in a row; those that have ended are lost."""
+        calls = {agent.handle.ping.remote(self._term): agent for agent in self._agents if not agent.lost}
+        ready, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=_PING_S) if calls else ([], [])
+        for call in ready:
+            try:
+                self._ray.get(call)
+            except self._ray.exceptions.ActorDiedError:
+                calls[call].lost = True
+            except self._ray.exceptions.RayError:  # it may answer the next one
+                pass
 
     def _device(self) -> DeviceType:
         wanted = self._launch.device
@@ -254,7 +268,7 @@ class RayLauncher(Launcher):
         agent = self._ray.remote(NodeActor).options(**options)
         code = os.environ.get("PYTHONPATH", "")
         environ = forwarded(self._launch)
-        # between attempts the supervisor reserves nodes and starts agents there, and asks no other agent meanwhile
+        # between two pings the supervisor reserves nodes and starts agents there, and asks no other agent meanwhile
         idle_s = self._launch.ray.wait_s + self._start_s if self._prefix else None
         return agent.remote(str(Path.cwd()), environ, code, threads, idle_s=idle_s)
 
