@@ -12,7 +12,7 @@ without it.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from titan_ckpt.errors import CheckpointError, Damage, DamageError, NoIntactStepError
+from titan_ckpt.errors import CheckpointError, Damage, DamageError, NoIntactStepError, NoSuchStepError
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.interop.key_map import KeyMap, Pair, load_key_map
 from titan_ckpt.steps.claim import Process
@@ -37,6 +37,7 @@ __all__ = [
     "LocalShard",
     "Manifest",
     "NoIntactStepError",
+    "NoSuchStepError",
     "Pair",
     "Process",
     "RemotePath",

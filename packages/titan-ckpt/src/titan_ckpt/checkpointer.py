@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from titan_ckpt.background.client import BackgroundSaver, SaveJob, start_savers
 from titan_ckpt.comm import ByteComm
-from titan_ckpt.errors import CheckpointError, DamageError
+from titan_ckpt.errors import CheckpointError, DamageError, NoSuchStepError
 from titan_ckpt.load.copies import Verify
 from titan_ckpt.load.restore import restore_newest
 from titan_ckpt.save.prepare import SavePreparer, save_now
@@ -232,7 +232,8 @@ class Checkpointer:
         Raises:
             DamageError: On every rank, if any rank finds damage. It lists file, tensors, block and byte. With
                 ``fallback`` it is a `NoIntactStepError`: every older step is damaged too.
-            ValueError: If the step does not exist or does not fit the state.
+            NoSuchStepError: On every rank, if the step does not exist.
+            ValueError: If the step does not fit the state.
         """
         self._check_open()
         step = step if step == "latest" else _whole(step, "step")
@@ -261,10 +262,12 @@ class Checkpointer:
         return [manifest.step for manifest in listing.open_steps(self.root, _warn)]
 
     def path(self, step: int) -> StorePath:
-        """The folder of a step. Raises ValueError if there is no such step."""
+        """The folder of a step. Raises NoSuchStepError if there is none."""
         folder = listing.step_folder(self.root, step)
         if folder is None:
-            raise ValueError(f"{self.root} has no step {step}; it has {sorted(dict(listing.step_folders(self.root)))}.")
+            raise NoSuchStepError(
+                f"{self.root} has no step {step}; it has {sorted(dict(listing.step_folders(self.root)))}."
+            )
         return folder
 
     @property

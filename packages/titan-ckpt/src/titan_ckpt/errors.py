@@ -9,6 +9,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read. The message says which, why, and what to do."""
 
 
+class NoSuchStepError(ValueError):
+    """There is no step of this number: it was never committed, or it was deleted since."""
+
+
 @dataclass(frozen=True, slots=True)
 class Damage:
     """One damaged place of a step."""

@@ -5,11 +5,14 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from titan_ckpt import Checkpointer, TrainState
+from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.config.ramp import plan_ramp
 from titan_train.config.recipe import AverageConfig, SpikesConfig
 from titan_train.config.schema import TrainConfig
-from titan_train.optim.average import older_steps, update_ema
+from titan_train.optim.average import older_steps, restore_averaged, update_ema
 from titan_train.optim.spikes import Spikes
 
 
@@ -112,3 +115,33 @@ def test_a_mean_takes_the_newest_checkpoints_before_a_step():
     assert older_steps([40], 40, 3) == []
     assert older_steps([10, 37, 20, 45], 45, 3) == [20, 10]  # from beyond 37 back to 20, which was saved again
     assert older_steps([10, 20, 40, 60, 30], 40, 3) == [30, 20]  # on the way to 40 for the second time
+
+
+def steps_of_one_weight(root, *steps):
+    """A run's checkpoints, of a weight that is the number of the step."""
+    checkpointer, model = Checkpointer(root), torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+    for step in steps:
+        model.weight.fill_(step)
+        checkpointer.save(step, TrainState(model=model, rng=False))
+    return checkpointer
+
+
+def loaded_mean(root, listed):
+    """The mean over three checkpoints, where this rank's list has these."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    checkpointer, model = Checkpointer(root), torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+    checkpointer.steps = lambda: listed[rank]
+    config = parse_config({"average": {"use": "checkpoints", "checkpoints": 3}})
+    found = restore_averaged(checkpointer, TrainState(model=model, rng=False), config, None)
+    return found, model.weight.item()
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_left_out_of_the_mean(tmp_path, caplog):
+    steps_of_one_weight(tmp_path, 1, 3)
+    assert loaded_mean(tmp_path, [[1, 2, 3]]) == (3, 2.0)
+    assert "step 2 is left out of the mean over checkpoints" in caplog.text
+
+
+def test_ranks_that_see_other_checkpoints_take_one_mean(tmp_path):
+    steps_of_one_weight(tmp_path, 1, 2, 3)
+    assert run_ranks(loaded_mean, 2, tmp_path, [[1, 2, 3], [2, 3]], timeout_s=60) == [(3, 2.0)] * 2

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from titan_ckpt.comm import ByteComm
-from titan_ckpt.errors import CheckpointError, DamageError, NoIntactStepError, malformed_is_damage
+from titan_ckpt.errors import CheckpointError, DamageError, NoIntactStepError, NoSuchStepError, malformed_is_damage
 from titan_ckpt.format.index import StoredTensor
 from titan_ckpt.format.names import STATE_NAME, rank_state_name
 from titan_ckpt.load.copies import (
@@ -71,7 +71,7 @@ def restore_newest(
         if step != "latest":  # it and the older ones
             numbers = [number for number, _ in present]
             if step not in numbers:
-                raise ValueError(f"{root} has no step {step}; it has {numbers}.")
+                raise NoSuchStepError(f"{root} has no step {step}; it has {numbers}.")
             present = present[: numbers.index(step) + 1]
         if not present:
             return 0

@@ -61,9 +61,10 @@ def load_run(
         )
     if torch.device(device).type == "meta":
         return LoadedRun(config, model.eval(), tokenizer, saved_step(run_dir, step), template)
-    with Checkpointer(run_dir / "checkpoints", group=group or one_rank()) as checkpointer:
+    ranks = group or one_rank()
+    with Checkpointer(run_dir / "checkpoints", group=ranks) as checkpointer:
         state = TrainState(model=model, rng=False, shards=shards)
-        found = restore_averaged(checkpointer, state, config, step)
+        found = restore_averaged(checkpointer, state, config, step, ranks)
     return LoadedRun(config, model.eval(), tokenizer, found, template)
 
 

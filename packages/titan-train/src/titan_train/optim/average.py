@@ -16,7 +16,9 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from titan_ckpt import Checkpointer, DamageError, TrainState
+import torch.distributed as dist
+from titan_ckpt import Checkpointer, DamageError, NoSuchStepError, TrainState
+from titan_ckpt.comm import ByteComm
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -117,7 +119,8 @@ def mean_over_checkpoints(checkpointer: Checkpointer, state: TrainState, steps: 
     Args:
         checkpointer: Of the run.
         state: ``model``, ``shards`` and ``tied`` alone; buffers keep their values.
-        steps: The checkpoints; none leaves the weights as they are. A damaged one is left out, with a warning.
+        steps: The checkpoints, the same on every rank; none leaves the weights as they are. One that is damaged, or that its
+            run deletes meanwhile, is left out, with a warning.
     """
     assert state.model is not None
     parts = [state.model] if isinstance(state.model, nn.Module) else list(state.model)
@@ -129,7 +132,7 @@ def mean_over_checkpoints(checkpointer: Checkpointer, state: TrainState, steps: 
     for step in steps:
         try:
             checkpointer.restore(state, step, cast=True)
-        except DamageError as err:  # on every rank, and nothing was loaded
+        except (DamageError, NoSuchStepError) as err:  # on every rank, and nothing was loaded
             log.warning("step %d is left out of the mean over checkpoints: %s", step, err)
             continue
         count += 1
@@ -141,7 +144,13 @@ def mean_over_checkpoints(checkpointer: Checkpointer, state: TrainState, steps: 
         buffer.copy_(value)
 
 
-def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: "Config", step: int | None) -> int:
+def restore_averaged(
+    checkpointer: Checkpointer,
+    state: TrainState,
+    config: "Config",
+    step: int | None,
+    group: dist.ProcessGroup | None = None,
+) -> int:
     """Restore a model for use after training, with `Config.evaluated_weights`. Collective.
 
     Args:
@@ -149,6 +158,7 @@ def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: "Con
         state: ``model`` and ``shards`` alone.
         config: The run's.
         step: None takes the newest valid checkpoint.
+        group: That of ``checkpointer``.
 
     Returns:
         The checkpoint's step.
@@ -159,7 +169,10 @@ def restore_averaged(checkpointer: Checkpointer, state: TrainState, config: "Con
     found = checkpointer.restore(state, "latest" if step is None else step, cast=True)
     use = config.evaluated_weights
     if use == "checkpoints":
-        mean_over_checkpoints(checkpointer, state, older_steps(checkpointer.steps(), found, config.average.checkpoints))
+        saved: list[int] = ByteComm(group).from_rank0(
+            checkpointer.steps, f"listing the checkpoints of {checkpointer.root}", lambda err: err
+        )
+        mean_over_checkpoints(checkpointer, state, older_steps(saved, found, config.average.checkpoints))
     elif use != "none":
         assert isinstance(state.model, nn.Module)
         holder = torch.optim.SGD(state.model.parameters())
