@@ -52,7 +52,7 @@ def naive_attention(w: dict[str, Tensor], args: DeepSeekArgs, x: Tensor) -> Tens
     """Equations 37 to 47 of DeepSeek-V2, a token and a head at a time; rotation of neighbours as complex numbers."""
 
     def rms_norm(v: Tensor, weight: Tensor) -> Tensor:
-        return v / torch.sqrt((v * v).mean() + args.norm_eps) * weight
+        return v / torch.sqrt((v * v).mean() + 1e-6) * weight
 
     def rotate(v: Tensor, position: int) -> Tensor:
         out = []

@@ -42,6 +42,7 @@ LATENT = {
     "v_head_dim": 16,
     "max_position_embeddings": 640,
 }
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -61,19 +62,19 @@ def qwen3(**changes: Any) -> nn.Module:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, **heads))
 
 
-def deepseek_v3(rope: dict[str, Any]) -> nn.Module:
+def deepseek_v3(rope: dict[str, Any], **changes: Any) -> nn.Module:
     config = transformers.DeepseekV3Config(
-        **SMALL, **LATENT, **EXPERTS, q_lora_rank=32, n_shared_experts=1, n_group=4, topk_group=2,
+        **SMALL | changes, **LATENT, **EXPERTS, q_lora_rank=32, n_shared_experts=1, n_group=4, topk_group=2,
         routed_scaling_factor=2.5, norm_topk_prob=True, rope_parameters=rope,
     )  # fmt: skip
     return transformers.DeepseekV3ForCausalLM(config)
 
 
-def deepseek_v2(groups: int = 1) -> nn.Module:
-    rope = {"rope_type": "default", "rope_theta": 1e4} if groups == 1 else YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
+def deepseek_v2(groups: int = 1, **changes: Any) -> nn.Module:
+    rope = PLAIN if groups == 1 else YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}
     config = transformers.DeepseekV2Config(
-        **SMALL, **LATENT, **EXPERTS, q_lora_rank=None, n_shared_experts=2, n_group=groups, topk_group=max(1, groups // 2),
-        routed_scaling_factor=1.0 if groups == 1 else 4.0, norm_topk_prob=False,
+        **SMALL | changes, **LATENT, **EXPERTS, q_lora_rank=None, n_shared_experts=2, n_group=groups,
+        topk_group=max(1, groups // 2), routed_scaling_factor=1.0 if groups == 1 else 4.0, norm_topk_prob=False,
         topk_method="greedy" if groups == 1 else "group_limited_greedy", rope_parameters=rope,
     )  # fmt: skip
     return transformers.DeepseekV2ForCausalLM(config)
@@ -124,17 +125,19 @@ def take_weights(ours: nn.Module, theirs: nn.Module, folder: Path, name: str) ->
     [
         ("qwen3_debug", {}, qwen3),
         ("qwen3_moe_debug", {}, lambda: qwen3(num_experts=8, norm_topk_prob=True)),
-        ("deepseek_debug", {}, lambda: deepseek_v3({"rope_type": "default", "rope_theta": 1e4})),
+        ("deepseek_debug", {}, lambda: deepseek_v3(PLAIN)),
         ("deepseek_debug", {"rope_factor": 40.0, "rope_original_seq_len": 16}, lambda: deepseek_v3(YARN)),
+        ("deepseek_debug", {"norm_eps": 1e-2}, lambda: deepseek_v3(PLAIN, rms_norm_eps=1e-2)),
         ("deepseek_debug", V2, deepseek_v2),
+        ("deepseek_debug", V2 | {"norm_eps": 1e-2}, lambda: deepseek_v2(rms_norm_eps=1e-2)),
         ("deepseek_debug", V2_GROUPS, lambda: deepseek_v2(groups=4)),
         ("llama3_debug", LLAMA_ARGS, llama),
         ("llama3_debug", LLAMA_ARGS | {"rope_factor": 8.0, "rope_original_seq_len": 64}, lambda: llama(**STRETCHED)),
         ("gpt_debug", {}, gpt2),
     ],
     ids=[
-        "qwen3", "qwen3-moe", "deepseek-v3", "deepseek-v3-yarn", "deepseek-v2", "deepseek-v2-groups-yarn", "llama",
-        "llama-stretched", "gpt2",
+        "qwen3", "qwen3-moe", "deepseek-v3", "deepseek-v3-yarn", "deepseek-v3-eps", "deepseek-v2", "deepseek-v2-eps",
+        "deepseek-v2-groups-yarn", "llama", "llama-stretched", "gpt2",
     ],
 )  # fmt: skip
 def test_logits_are_those_of_transformers(

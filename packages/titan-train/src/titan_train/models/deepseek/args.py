@@ -37,7 +37,7 @@ class DeepSeekArgs(MoEArgs):
     vocab_size: Count
     """Rows of the embedding and of the head."""
     norm_eps: float = 1e-6
-    """Added to the mean square in RMSNorm."""
+    """Added to the mean square in RMSNorm; for the latents of attention it is always 1e-6."""
     tied_embeddings: bool = False
     """The head is the embedding's matrix."""
     mtp_depth: Annotated[int, Range(0, note="0 is none, DeepSeek-V3 has 1")] = 0

@@ -27,6 +27,9 @@ from titan_train.models.common.rope import rope_frequencies, rotate_pair
 from titan_train.models.common.shared_input import SharedInput
 from titan_train.models.deepseek.args import DeepSeekArgs
 
+LATENT_EPS = 1e-6
+"""Added to the mean square of a latent in its norm: published models take this whatever ``rms_norm_eps`` says."""
+
 
 class LatentAttention(nn.Module):
     """Attention whose keys and values come from a latent."""
@@ -45,11 +48,11 @@ class LatentAttention(nn.Module):
             self.wq = nn.Linear(args.dim, queries, bias=False)
         else:
             self.wq_a = nn.Linear(args.dim, args.q_lora_rank, bias=False)
-            self.q_norm = RMSNorm(args.q_lora_rank, eps=args.norm_eps)
+            self.q_norm = RMSNorm(args.q_lora_rank, eps=LATENT_EPS)
             self.wq_b = nn.Linear(args.q_lora_rank, queries, bias=False)
         self.has_q_latent = args.q_lora_rank > 0
         self.wkv_a = nn.Linear(args.dim, args.kv_lora_rank + args.qk_rope_head_dim, bias=False)
-        self.kv_norm = RMSNorm(args.kv_lora_rank, eps=args.norm_eps)
+        self.kv_norm = RMSNorm(args.kv_lora_rank, eps=LATENT_EPS)
         self.wkv_b = nn.Linear(args.kv_lora_rank, args.num_heads * (self.nope_dim + self.v_dim), bias=False)
         self.wo = nn.Linear(args.num_heads * self.v_dim, args.dim, bias=False)
         self.linears = SharedInput()
