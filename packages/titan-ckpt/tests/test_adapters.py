@@ -315,6 +315,18 @@ def test_a_lightning_trainer_resumes_bitwise(tmp_path):
         assert_same(train_lightning(tmp_path / "stopped", 3, str(resume)), want)
 
 
+def test_lightning_deletes_a_checkpoint_in_a_store(tmp_path):
+    pytest.importorskip("lightning", reason="a test dependency")
+    pytest.importorskip("fsspec", reason="the extra titan-ckpt[fsspec]")
+    from titan_ckpt.integrations.lightning import TitanIO
+
+    for place in ("memory://lightning/a.ckpt", str(tmp_path / "a.ckpt"), tmp_path / "b.ckpt"):
+        TitanIO().save_checkpoint({"epoch": 1}, place)
+        assert Checkpointer(place).steps() == [0]
+        TitanIO().remove_checkpoint(place)
+        assert Checkpointer(place).steps() == []
+
+
 def groups_of(adapter: str, root: str) -> list[int]:
     """How many process groups there are after each of three saves."""
     dist.get_backend_config = lambda *_: "cuda:nccl"  # as where the default group has no gloo

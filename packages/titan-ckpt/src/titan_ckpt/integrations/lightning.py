@@ -6,7 +6,6 @@ as much host memory there as without it.
 """
 
 import contextlib
-import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from titan_ckpt import Checkpointer, TrainState
+from titan_ckpt.storage.files import remove_tree
+from titan_ckpt.storage.paths import as_path
 
 
 class TitanIO(CheckpointIO):
@@ -34,7 +35,7 @@ class TitanIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint."""
-        shutil.rmtree(Path(path), ignore_errors=True)
+        remove_tree(as_path(path))
 
     @contextlib.contextmanager
     def _open(self, path: str | Path) -> Generator[Checkpointer]:
