@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_run import tiny_run, write_text
+from titan_ckpt import DamageError
 from titan_train import Trainer, load_run
 from titan_train.config import dump_config
 from titan_train.export.run import export_run
@@ -299,3 +300,23 @@ def test_a_damaged_checkpoint_is_left_out_of_the_mean_and_the_run_goes_on(folder
     mean = weights_of(trainer.run_dir)
     for name, weight in trainer.model.parts[0].named_parameters():
         assert not torch.equal(mean[name], weight)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "average"),
+    [
+        ("MANIFEST.json", {}),
+        ("model-*.safetensors", {"use": "checkpoints", "checkpoints": 2}),
+        ("optim/*.safetensors", {"use": "ema", "ema_decay": 0.5}),
+    ],
+)
+def test_the_newest_checkpoint_that_is_intact_is_loaded(folder, damaged, average):
+    sections = {"train": {"steps": 3, "global_batch": 4}, "checkpoint": {"every": 1}, "average": average}
+    with Trainer(configured(folder, f"newest-{damaged[:5]}", **sections)) as trainer:
+        trainer.fit()
+    file = next((trainer.run_dir / "checkpoints" / "step-00000003").glob(damaged))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert load_run(trainer.run_dir, device="cpu").step == 2
+    assert load_run(trainer.run_dir, device="meta").step == (2 if damaged == "MANIFEST.json" else 3)  # reads no weights
+    with pytest.raises(DamageError):
+        load_run(trainer.run_dir, device="cpu", step=3)

@@ -1,11 +1,14 @@
 """Load a finished run into one process."""
 
+import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from titan_ckpt import Checkpointer, LocalShard, TrainState
+from titan_ckpt.steps.listing import open_steps
 from torch import nn
 
 from titan_train.config import Config
@@ -16,6 +19,8 @@ from titan_train.optim.average import restore_averaged
 from titan_train.run_folder import checkpoint_folders, read_config
 from titan_train.task import load_task, task_name
 from titan_train.trust import admit_run_code
+
+log = logging.getLogger(__name__)
 
 
 def load_run(
@@ -31,7 +36,7 @@ def load_run(
 
     Args:
         run_dir: The run's folder.
-        step: Which checkpoint; None takes the newest valid one.
+        step: Which checkpoint; None takes the newest that is intact.
         device: Where the weights go; None takes a GPU if there is one. "meta" reads no weights.
         group: Ranks that share every weight matrix (tensor parallelism), for models larger than one device. All of them
             call this and generate with the same arguments. None: this process holds the model, and waits for no other.
@@ -75,7 +80,7 @@ def load_model(
 
     Args:
         run_dir: The run's folder.
-        step: Which checkpoint; None takes the newest valid one.
+        step: Which checkpoint; None takes the newest that is intact.
         device: Where the weights go; "meta" reads no weights.
 
     Returns:
@@ -105,18 +110,17 @@ def one_rank() -> dist.ProcessGroup | None:
 
 
 def saved_step(run_dir: Path, step: int | None) -> int:
-    """The step of a finished checkpoint: ``step``, or that of the newest. While a run goes on, the newest changes.
+    """The step of a finished checkpoint: ``step``, or that of the newest whose manifest is intact.
+
+    While a run goes on, the newest changes.
 
     Raises:
         ValueError: There is no such checkpoint.
     """
-    saved = checkpoint_folders(run_dir)
-    if not saved:
-        raise ValueError(
-            f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
-        )
+    saved = _finished(run_dir)
     if step is None:
-        return next(reversed(saved))
+        valid = open_steps(run_dir / "checkpoints", partial(log.warning, "skipped %s: %s"), most=1)
+        return valid[-1].step if valid else next(reversed(saved))  # to read it tells what is damaged
     if step not in saved:
         raise ValueError(f"{run_dir} has no checkpoint of step {step}; it has {sorted(saved)[-8:]}. Name one of these.")
     return step
@@ -124,5 +128,14 @@ def saved_step(run_dir: Path, step: int | None) -> int:
 
 def _config_of_trained(run_dir: Path) -> Config:
     config = read_config(run_dir)
-    saved_step(run_dir, None)
+    _finished(run_dir)
     return config
+
+
+def _finished(run_dir: Path) -> dict[int, Path]:
+    saved = checkpoint_folders(run_dir)
+    if not saved:
+        raise ValueError(
+            f"{run_dir} has no finished checkpoint yet: let `titan-train run` reach one, or set checkpoint.every."
+        )
+    return saved

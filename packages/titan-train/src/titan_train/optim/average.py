@@ -13,6 +13,7 @@ Schedule-free AdamW has an average of its own, which takes the same ways (`titan
 import contextlib
 import logging
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -157,34 +158,28 @@ def restore_averaged(
         checkpointer: Of the run.
         state: ``model`` and ``shards`` alone.
         config: The run's.
-        step: None takes the newest valid checkpoint.
+        step: None takes the newest checkpoint of which all that is read is intact.
         group: That of ``checkpointer``.
 
     Returns:
         The checkpoint's step.
 
     Raises:
+        DamageError: The checkpoint is damaged, or every one is.
         ValueError: It has no moving average, and the run's weights are to be that.
     """
-    found = checkpointer.restore(state, "latest" if step is None else step, cast=True)
-    use = config.evaluated_weights
+    use, holder = config.evaluated_weights, None
+    if use not in ("none", "checkpoints"):
+        assert isinstance(state.model, nn.Module)
+        holder = torch.optim.SGD(state.model.parameters())
+        state = replace(state, optim=holder, own_settings=True, optim_keys=(EMA, Z, SHARE))
+    found = checkpointer.restore(state, "latest" if step is None else step, cast=True, fallback=step is None)
     if use == "checkpoints":
         saved: list[int] = ByteComm(group).from_rank0(
             checkpointer.steps, f"listing the checkpoints of {checkpointer.root}", lambda err: err
         )
         mean_over_checkpoints(checkpointer, state, older_steps(saved, found, config.average.checkpoints))
-    elif use != "none":
-        assert isinstance(state.model, nn.Module)
-        holder = torch.optim.SGD(state.model.parameters())
-        only = TrainState(
-            model=state.model,
-            optim=holder,
-            own_settings=True,
-            optim_keys=(EMA, Z, SHARE),
-            shards=state.shards,
-            rng=False,
-        )
-        checkpointer.restore(only, found, cast=True)
+    elif holder is not None:
         if use == "ema" and not has_ema(holder):
             raise ValueError(
                 f"average.use='ema': the checkpoint of step {found} has no moving average, as the run kept none by then. Take a "
