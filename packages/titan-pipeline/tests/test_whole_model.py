@@ -258,6 +258,48 @@ def test_a_stage_can_be_copied_moved_and_loaded():
     assert torch.equal(out, model(*inputs[0]))
 
 
+class Trimmed(Odd):
+    """Its first module says where the padding begins, and leaves padding out."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.embed = Untokened(how)
+
+    def forward(self, ids):
+        x, length = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x[:, :length].sum(1)
+
+
+class Untokened(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.tokens, self.how = nn.Embedding(32, 12), how
+
+    def forward(self, ids):
+        used = (ids != 0).any(0)
+        if self.how == "a number":
+            return self.tokens(ids), int(used.sum())
+        if self.how == "a mask":
+            return self.tokens(ids[:, used]), None
+        return self.tokens(ids)[:, : used.tolist().index(False)], None
+
+
+@pytest.mark.parametrize("how", ["a number", "a mask", "a list"])
+def test_what_a_module_of_another_stage_makes_of_the_numbers_is_that_of_each_microbatch(how):
+    model = Trimmed(how)
+    short, long = torch.tensor([[1, 2, 3, 0, 0]]), torch.tensor([[1, 2, 3, 4, 0]])
+    parts = split(model, "1f1b", 3, example=short)
+    for ids in (short, long, short, long + 1 - (long == 0).long()):
+        out = ids
+        for stage in parts.modules:
+            out = stage(out)
+        assert torch.equal(out, model(ids))
+    known = parts.modules[2].__dict__["_pipeline_site"][0]._shapes
+    assert {call: len(found) for (call, _), found in known.items()}["embed", 0] == 2, "one for each that was read"
+
+
 class Dropped(Odd):
     """Skips a layer now and then while training."""
 

@@ -11,7 +11,8 @@ returned, or the model is refused.
 
 Where layers are used again and again (ALBERT's only one), cuts lie between their calls, and the stages share their weights.
 
-Cost: every stage repeats the cheap part of the forward (masks, positions), and a shape per module in front of it.
+Cost: every stage repeats the cheap part of the forward (masks, positions), and a shape per module in front of it. A module
+that looks at numbers (``if mask.all()``, a length) is repeated for every microbatch up to the last of them, on shapes alone.
 Limits: a layer that is named in ``starts`` or ``layers`` is called exactly once per forward; what the example does not
 exercise is not checked; results that a model collects by hooks from all layers (router logits, hidden states) are refused.
 """

@@ -34,6 +34,7 @@ from titan_pipeline.runtime.whole_model.absent import (
     changes_in_place,
     forced,
 )
+from titan_pipeline.runtime.whole_model.reads import KnownReads, Reads
 from titan_pipeline.runtime.whole_model.trace import CallId, ModelTrace
 
 ArgPath = tuple[str | int, int]
@@ -126,7 +127,8 @@ class StagePlace:
         self._nested = {id: _calls_within(id, trace) for id in trace.calls} if entry else {}
         self._alike = {id: _alike(call) for id, call in trace.calls.items()} if entry else {}
         self._fake: FakeTensorMode | None = None
-        self._shapes: dict[Any, tuple[list[Any], Any]] = {}
+        self._shapes: dict[Any, dict[tuple[str, ...], tuple[list[Any], Any]]] = {}
+        """By call and shapes of its arguments, then by what it reads from them, what another stage's module returns."""
         self._running = False
         self._before = False
         self._shaping = False
@@ -312,15 +314,32 @@ class StagePlace:
     def _stand_in(self, id: CallId, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What another stage's module would return, absent."""
         self._counts.update(self._nested.get(id, {}))
-        key = (id, self._signature(args, kwargs))
-        found = self._shapes.get(key)
-        if found is None:
-            found = self._shapes[key] = self._shapes_of_module(id, plain, args, kwargs)
-        leaves, structure = found
+        known = self._shapes.setdefault((id, self._signature(args, kwargs)), {})
+        leaves, structure = known.get(()) or self._shapes_after_reads(known, id, plain, args, kwargs)
         made = [
             Absent(x, self, ("call", *id, i)) if isinstance(x, TensorSpec) else x for i, x in enumerate(leaves)
         ]  # fmt: skip
         return tree_unflatten(made, structure)
+
+    def _shapes_after_reads(
+        self,
+        known: dict[tuple[str, ...], tuple[list[Any], Any]],
+        id: CallId,
+        plain: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[list[Any], Any]:
+        """Run the module until it is clear whether what it returns is known."""
+        reads = Reads(known)
+        try:
+            with reads:
+                found = self._shapes_of_module(id, plain, args, kwargs)
+        except KnownReads:
+            return known[reads.seen]
+        if len(known) >= _MOST_READS:
+            known.clear()
+        known[reads.seen] = found
+        return found
 
     def _shapes_of_module(
         self, id: CallId, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -350,6 +369,9 @@ class StagePlace:
             for path, x in leaves_by_path(args, kwargs).items()
         )  # fmt: skip
 
+
+_MOST_READS = 256
+"""For one module and one set of shapes, so many different reads are remembered."""
 
 _NEED_VALUES = frozenset({
     "__bool__", "__int__", "__float__", "__complex__", "__index__", "item", "tolist", "numpy", "__array__", "equal",
