@@ -2,7 +2,9 @@
 
 import json
 import math
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,11 +37,50 @@ def test_a_uniform_model_needs_eight_bits_for_a_byte() -> None:
         perplexity(uniform(), [""], batch_size=3, ranks=Ranks())
 
 
-def test_windows_score_each_token_once_and_see_one_token_before() -> None:
+def test_windows_score_each_token_once_and_see_what_the_harness_shows() -> None:
     ids = list(range(1, 36))
     windows = list(rolling_windows(ids, 99, 16))
     assert [token for _, part in windows for token in part] == ids
-    assert [context for context, _ in windows] == [[99], [16], [32]]
+    assert [context for context, _ in windows] == [[99], [16], list(range(19, 33))]  # 14 + 3 - 1 = 16 tokens read
+    assert list(rolling_windows(ids[:3], 99, 16)) == [([99], [1, 2, 3])]
+
+
+def test_windows_are_those_of_the_harness() -> None:
+    utils = pytest.importorskip("lm_eval.utils")
+    for count in (0, 1, 15, 16, 17, 32, 35):
+        ids = list(range(1, count + 1))
+        cut = map(utils.make_disjoint_window, utils.get_rolling_token_windows(ids, 99, 16, 1))
+        assert list(rolling_windows(ids, 99, 16)) == list(cut)
+
+
+def test_settings_of_generation_are_read_as_the_harness_reads_them() -> None:
+    pytest.importorskip("lm_eval")
+    from titan_train.eval.harness import HarnessModel
+
+    def answered(**settings: object) -> int:
+        request = SimpleNamespace(args=("a", {"until": [], **settings}))
+        return len(HarnessModel(uniform(512)).generate_until([request])[0])
+
+    assert answered(max_completion_tokens=5) == 5
+    assert answered(max_new_tokens=7, max_tokens=5, do_sample=False, temperature=1.0) == 7
+    assert answered(max_gen_toks=9, max_new_tokens=7, temperature=0, num_beams=1) == 9
+    assert answered() == 256
+    for settings in ({"do_sample": True}, {"temperature": 0.7}, {"do_sample": False, "num_beams": 4}):
+        with pytest.raises(ValueError, match="and evaluation takes the most likely token"):
+            answered(**settings)
+
+
+def test_ranks_exchange_documents_with_dates() -> None:
+    pytest.importorskip("lm_eval")
+    from titan_train.eval.harness import HarnessModel
+
+    samples = {"task": [{"doc": {"day": date(2024, 5, 1), "n": 3}, "resps": [[(-1.5, True)]], 4: None}]}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        (found,) = HarnessModel(uniform(), ranks=Ranks(0, 2)).gather_object(samples)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found == {"task": [{"doc": {"day": "2024-05-01", "n": 3}, "resps": [[(-1.5, True)]], 4: None}]}
 
 
 def test_scores_are_those_of_a_plain_forward_whatever_the_batch(folder: Path) -> None:
@@ -79,6 +120,10 @@ def test_an_export_with_a_published_tokenizer_reads_as_many_tokens_at_once_as_th
     config.write_text(config.read_text().replace('"max_position_embeddings": 64,', ""))
     with pytest.raises(ValueError, match=r"does not say how many tokens its model reads at once\. Set --max-length"):
         load_eval_model(tmp_path / "second")
+    (tmp_path / "second" / "export.json").write_text(
+        '{"max_positions": null, "seq_len": 48}'
+    )  # as onnx and aoti have it
+    assert load_eval_model(tmp_path / "second").max_length == 48
 
 
 TASK = """
@@ -94,7 +139,7 @@ metadata: {version: 1}
 CHOICES = 'doc_to_choice: "{{choices}}"\ndoc_to_target: "{{answer}}"\nmetric_list: [{metric: acc}]'
 TEXT = 'doc_to_target: "{{question}}"\nmetric_list: [{metric: bits_per_byte}]'
 UNTIL = (
-    'doc_to_target: "{{choices[0]}}"\ngeneration_kwargs: {until: ["\\n"], max_gen_toks: 12}\n'
+    'doc_to_target: "{{choices[0]}}"\ngeneration_kwargs: {until: ["\\n"], max_new_tokens: 12, do_sample: false, temperature: 1}\n'
     "metric_list: [{metric: exact_match}]"
 )
 
@@ -103,6 +148,7 @@ def task_files(folder: Path) -> Path:
     docs = [
         {"question": f"def f{i}(x):", "choices": ["\n    return x", " + 3", " ü"], "answer": i % 3} for i in range(9)
     ]
+    docs[8]["question"] += "\n    return x + 3" * 5  # longer than the model reads
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     for name, output, rest in (

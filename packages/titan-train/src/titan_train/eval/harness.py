@@ -4,8 +4,9 @@ It encodes, cuts and scores requests as the harness's own model ``hf`` does, so 
 its export. On several ranks the harness gives each rank its requests and gathers through this class.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lm_eval import evaluator
@@ -19,6 +20,8 @@ from titan_train.eval.ranks import Ranks
 from titan_train.terminal import first_line
 
 _DEFAULT_NEW_TOKENS = 256  # as the harness's own models have it
+_NAMES_OF_NEW_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first counts
+_PLAIN = (bool, int, float, str, bytes, set, frozenset)
 
 
 class HarnessModel(TemplateLM):
@@ -63,9 +66,7 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         found: list[str] = []
         for context, settings in (request.args for request in requests):
-            if settings.get("do_sample") or settings.get("temperature"):
-                raise ValueError("the task samples its answers, and evaluation takes the most likely token.")
-            count = int(settings.get("max_gen_toks", _DEFAULT_NEW_TOKENS))
+            count = _new_tokens(settings)
             room = self.max_length - count
             if room < 1:
                 raise ValueError(
@@ -84,11 +85,37 @@ class HarnessModel(TemplateLM):
         return torch.stack([torch.as_tensor(value) for value in self._ranks.gather(tensor.tolist())])
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any]:
-        found = self._ranks.gather(obj)
+        found = self._ranks.gather(_plain(obj))
         return found if self.rank == dst else []
 
     def barrier(self) -> None:
         self._ranks.gather(None)
+
+
+def _plain(value: Any) -> Any:
+    """A value with what ranks cannot exchange as its text: documents may hold dates, images and more."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in cast("list[Any]", value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    known = value is None or type(value) in _PLAIN or hasattr(value, "tolist")
+    return value if known else str(value)
+
+
+def _new_tokens(settings: Mapping[str, Any]) -> int:
+    """How many tokens a task's ``generation_kwargs`` ask for, read as the harness reads them.
+
+    Raises:
+        ValueError: They do not ask for the most likely tokens.
+    """
+    sampled, beams = settings.get("do_sample"), settings.get("num_beams")
+    if sampled or (sampled is None and settings.get("temperature")):
+        raise ValueError("the task samples its answers, and evaluation takes the most likely token.")
+    if beams is not None and beams > 1:
+        raise ValueError(f"the task searches with num_beams={beams}, and evaluation takes the most likely token.")
+    given = (settings[name] for name in _NAMES_OF_NEW_TOKENS if settings.get(name) is not None)
+    return int(next(given, _DEFAULT_NEW_TOKENS))
 
 
 def run_tasks(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_train.export.load import load_exported, target_of, using
+from titan_train.export.step_model import DESCRIPTION
 from titan_train.export.tokenizer_json import folder_ids, folder_text
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, generate, load_run
@@ -138,15 +139,20 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
 
 
 def _read_at_once(folder: Path, tokenizer: Mapping[str, Any]) -> int:
-    """The smaller of the lengths of the model and of its tokenizer, which may be absent or 1e30 for a published one.
+    """The smallest of the lengths of the training, the model and its tokenizer, which may be absent or 1e30 for a published one.
 
     Raises:
         ValueError: The folder names neither.
     """
-    file = folder / "config.json"
-    config: dict[str, Any] = json.loads(read_text(file)) if file.is_file() else {}
+
+    def content(name: str) -> dict[str, Any]:
+        file = folder / name
+        return json.loads(read_text(file)) if file.is_file() else {}
+
+    config, written = content("config.json"), content(DESCRIPTION)
     config = config.get("text_config") or config
     named = [config.get("max_position_embeddings"), config.get("n_positions"), tokenizer.get("model_max_length")]
+    named += [written.get("seq_len"), written.get("max_positions")]
     lengths = [int(value) for value in named if isinstance(value, int | float) and 0 < value < 2**31]
     if not lengths:
         raise ValueError(f"{folder} does not say how many tokens its model reads at once. Set --max-length.")

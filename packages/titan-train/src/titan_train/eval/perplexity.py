@@ -1,7 +1,8 @@
 """Log-likelihoods of continuations in batches of like length; perplexity and bits per byte of whole texts.
 
-Each token is scored once. A text longer than the model reads is cut into disjoint windows, each of which sees one token of
-the window before it; the first sees the token that begins a text. So lm-evaluation-harness does it too.
+Each token is scored once. A text longer than the model reads is cut into windows, each of which sees one token of the window
+before it; the last, which is shorter, sees as many as the model reads; the first sees the token that begins a text. So
+lm-evaluation-harness does it too.
 
 Bits per byte do not depend on the tokenizer: the sum of the negative log-likelihoods over ln 2 and the bytes of the text.
 """
@@ -73,7 +74,9 @@ def rolling_windows(ids: Sequence[int], prefix_id: int, max_length: int) -> Iter
     """Context and continuation of each window: every token of ``ids`` is in one continuation."""
     whole = [prefix_id, *ids]
     for start in range(1, len(whole), max_length):
-        yield [whole[start - 1]], list(whole[start : start + max_length])
+        continuation = whole[start : start + max_length]
+        seen = max_length - len(continuation) + 1 if start > 1 else 1
+        yield whole[start - seen : start], continuation
 
 
 def read_texts(files: Sequence[Path]) -> list[str]:

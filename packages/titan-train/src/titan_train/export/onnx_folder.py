@@ -3,7 +3,7 @@
     model.onnx       inputs input_ids [B, S], attention_mask [B, T + S], position_ids [B, S], and for each layer N
                      past_key_values.N.key, past_key_values.N.value [B, K, T, D]; outputs logits [B, S, V], present.N.key and
                      present.N.value [B, K, T + S, D]
-    export.json      K, D and the number of layers
+    export.json      K, D, the number of layers, and the length that the model was trained on
     config.json      the model's arguments, as transformers has them, where its family has a form there
     generate.py      calls the graph, in a dozen lines
 
@@ -112,7 +112,7 @@ def write_onnx(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> No
             verbose=False,
         )
     program.model.graph.inputs[1].shape[1] = "total_sequence_length"
-    _save(folder, program, stepped, stepped.shape, max_positions=limit, step=step)
+    _save(folder, program, stepped, stepped.shape, max_positions=limit, seq_len=seq_len, step=step)
     write_atomic(folder / "generate.py", _EXAMPLE)
 
 
@@ -137,19 +137,26 @@ def _write_without_cache(folder: Path, model: nn.Module, *, step: int, most: int
             f"{most} tokens ({type(why).__name__}: {first_line(why)[:300]}). Write it without steps that depend "
             "on values or on one length, or export it with --to dcp."
         ) from err
-    _save(folder, program, model, CacheShape(0, 0, 0, 0), max_positions=most, step=step)
+    _save(folder, program, model, CacheShape(0, 0, 0, 0), max_positions=most, seq_len=most, step=step)
     write_atomic(folder / "generate.py", _EXAMPLE_WITHOUT_CACHE)
 
 
 def _save(
-    folder: Path, program: Any, model: nn.Module, shape: CacheShape, *, max_positions: int | None, step: int
+    folder: Path,
+    program: Any,
+    model: nn.Module,
+    shape: CacheShape,
+    *,
+    max_positions: int | None,
+    seq_len: int,
+    step: int,
 ) -> None:
     size = sum(p.numel() * 4 for p in model.parameters())
     folder.mkdir(parents=True)
     with _quiet():
         program.save(str(folder / _FILE), external_data=size > _LARGEST_FILE)
     opset = program.model.opset_imports.get("")
-    write_description(folder, shape, max_positions=max_positions, step=step, opset=opset)
+    write_description(folder, shape, max_positions=max_positions, seq_len=seq_len, step=step, opset=opset)
 
 
 class OnnxModel(SteppedModel):
