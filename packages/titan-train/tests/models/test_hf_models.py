@@ -10,8 +10,10 @@ import titan_fsdp as fsdp
 import torch
 from titan_ckpt import import_hf
 from titan_train.config.model import ModelConfig
+from titan_train.generation import generate
 from titan_train.models import build_model, flops_per_token, init_for
 from titan_train.models.hf.plans import HF_PLANS
+from titan_train.models.traits import traits_of
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
@@ -174,6 +176,33 @@ def test_an_argument_that_changes_nothing_is_refused(tmp_path: Path) -> None:
         described(tmp_path, gemma, rope_theta=4e6)
     same = described(tmp_path, {"model_type": "llama", "rope_scaling": None, "rope_theta": 5e5}, attention_dropout=0.0)
     assert same.config.attention_dropout == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "most"),
+    [
+        ("gpt2", {"n_positions": 40}, 40), ("gptj", {"rotary_dim": 4}, 40), ("opt", {"word_embed_proj_dim": 32}, 40),
+        ("roberta", {"is_decoder": True, "pad_token_id": 1}, 38), ("xglm", {}, None), ("llama", {}, None),
+    ],
+)  # fmt: skip
+def test_generation_does_not_exceed_the_positions_that_a_model_looks_up(
+    kind: str, fields: dict[str, Any], most: int | None, tmp_path: Path
+) -> None:
+    content = {
+        "model_type": kind,
+        "max_position_embeddings": 40,
+        "d_model": 32,
+        "attention_heads": 2,
+        "num_layers": 1,
+        "ffn_dim": 32,
+    }
+    model = described(tmp_path, content | fields)
+    fsdp.materialize(model, "cpu", init_for(model), seed=1)
+    assert traits_of(model).max_seq_len == most
+    if most is not None:
+        with pytest.raises(ValueError, match=rf"need {most + 1} positions, but the model has learned {most}.*add is 2"):
+            generate(model, [[5] * (most - 2)], max_new_tokens=3)
+    assert len(generate(model, [[5] * ((most or 45) - 2)], max_new_tokens=2)[0]) == 2
 
 
 @pytest.mark.parametrize("kind", ["phi3", "phimoe"])  # with a plan, without one
