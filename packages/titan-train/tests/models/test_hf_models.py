@@ -165,6 +165,15 @@ def test_both_counts_of_experts_of_an_exported_folder_are_changed(tmp_path: Path
         assert type(model.config).from_dict(exported).num_experts == 4
 
 
+def test_only_layers_that_the_model_lacks_are_ignored(tmp_path: Path) -> None:
+    """transformers ignores layers 46 and 92 of every GLM-4.5: those after the last one of Air and of the large one."""
+    content = {"model_type": "glm4_moe", "n_routed_experts": 2, "moe_intermediate_size": 8, "num_key_value_heads": 2}
+    for layers, ignored in ((46, {46, 92}), (48, {92})):
+        with torch.device("meta"):
+            names = described(tmp_path, content, num_hidden_layers=layers).own_family.load_hf().key_map
+        assert {n for n in range(100) if names.ignores(f"model.layers.{n}.input_layernorm.weight")} == ignored
+
+
 def test_an_argument_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     content = {"model_type": "mimo_v2_flash", "sliding_window_size": 6, "n_routed_experts": 4, "num_key_value_heads": 2}
     with pytest.raises(ValueError, match=r"model.args.sliding_window=5 changes nothing.*still 7"):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from titan_ckpt import KeyMap, Pair
@@ -87,7 +87,9 @@ def key_map_of(model: nn.Module, kind: str, plan: HFPlan | None) -> KeyMap:
     pairs = dict.fromkeys((*own_layers, *pairs))
     old: list[str] = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     patterns = [*_IGNORED, *further, *(f".*{pattern}.*" for pattern in old)]
-    own = [pair.hf for pair in pairs]  # transformers asks for such names only where a model lacks them
+    numbers = range(len(cast("Any", model).repeated_layers()))
+    # transformers asks for such names only where a model lacks them
+    own = {pair.hf.replace("{i}", str(number)).replace("{j}", "0") for pair in pairs for number in numbers}
     ignored = tuple(p for p in patterns if not any(re.fullmatch(p, name) for name in own))
     return KeyMap(kind, tuple(pairs), ignored, (r".*\.lora_[AB]\..*",), copies)
 
