@@ -10,8 +10,15 @@ torch = pytest.importorskip("torch")
 testing = pytest.importorskip("titan_testing")
 
 import torch.distributed as dist  # noqa: E402
-from titan_pipeline import build_schedule  # noqa: E402
-from titan_pipeline.runtime import DeviceTransport, Executor, GlooTransport, TorchStage  # noqa: E402
+from titan_pipeline import Costs, build_schedule  # noqa: E402
+from titan_pipeline.runtime import (  # noqa: E402
+    DeviceTransport,
+    Executor,
+    GlooTransport,
+    TiedWeight,
+    TorchStage,
+    solve_on_rank0,
+)
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
@@ -193,3 +200,28 @@ def test_the_receive_of_what_comes_next_is_posted_before_this_action_and_two_ahe
     assert len(forwards) == 6
     assert max(ahead) <= 2
     assert min(ahead[1:-1]) >= 1, events
+
+
+def _between_ends():
+    """A schedule goes from rank 0 to all, and the gradients of a tied weight between the first and the last."""
+    schedule = build_schedule("1f1b", 3, 4)
+    transport = make(schedule)
+    solved = solve_on_rank0(transport, Costs.uniform(3), 4, time_limit=0.1)
+    torch.manual_seed(0)
+    middle, layer = nn.Linear(3, 3), nn.Linear(3, 3)
+    tied = [TiedWeight({0: name, 2: name}) for name in ("weight", "bias")]
+    stage = TorchStage(middle if transport.rank == 1 else layer, transport.rank, loss=nn.functional.mse_loss)
+    data = [torch.full((2, 3), float(k)) for k in range(4)]
+    Executor(solved, [stage], transport, tied=tied, hang_timeout_s=None).step(data, data)
+    grads = [p.grad.clone() for p in stage.module.parameters()]
+    stage.module.zero_grad()
+    for x in data:
+        (nn.functional.mse_loss(layer(middle(layer(x))), x) / 4).backward()
+    return grads, [p.grad for p in stage.module.parameters()], solved.digest
+
+
+def test_messages_between_ranks_that_are_no_neighbours_arrive_too():
+    results = testing.run_ranks(_between_ends, 3)
+    assert len({digest for _, _, digest in results}) == 1
+    for grads, expected, _ in results:
+        torch.testing.assert_close(grads, expected)

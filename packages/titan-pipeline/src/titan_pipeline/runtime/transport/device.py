@@ -15,6 +15,9 @@ are clean again.
 The first message of a channel connects it, and holds up the host until the other rank comes. So all channels are connected
 when they are made, in one order on all ranks.
 
+What little passes between ranks that are no neighbours (gradients of a weight that both ends share, a schedule from rank 0)
+goes through host memory, as in `GlooTransport`.
+
 Cost: up to four communicators a rank (more where stages jump). Every rank of the job makes the groups of every pipeline:
 torch counts the groups that a rank has made and names them by it, so ranks that left out those of others would wait for
 different names. To leave one out costs a rank about ten microseconds.
@@ -118,6 +121,9 @@ class DeviceTransport(GlooTransport):
     def receive(self, source: int, key: Key) -> Payload | PeerFailure:
         """Wait for the header; the stream that computes then waits for the tensors."""
         self._let_go()
+        if (source, self.rank) not in self._channels:
+            got = super().receive(source, key)
+            return got if isinstance(got, PeerFailure) else self._on_device(got)
         try:
             while (source, key) not in self._posted:
                 promised = self._receiver.look(source, key)
@@ -172,12 +178,21 @@ class DeviceTransport(GlooTransport):
         self._receiver.fail(failure)
         return failure
 
-    def _prepared(self, payload: Payload) -> list[Tensor]:
+    def _on_device(self, payload: Payload) -> Payload:
+        """A message that came through host memory."""
+        moved = tuple(None if t is None else t.to(self._device) for t in payload)
+        return payload.holding(t for t in moved if t is not None) if isinstance(payload, TensorTree) else moved
+
+    def _prepared(self, target: int, payload: Payload) -> list[Tensor]:
+        if (self.rank, target) not in self._channels:
+            return super()._prepared(target, payload)
         # `to` moves what is kept in host memory: gradients of tied weights under FSDP's offload
         return [on_wire(t.detach().to(self._device).contiguous()) for t in payload if t is not None]
 
     def _send_tensors(self, target: int, tensors: list[Tensor]) -> None:
-        if tensors:
+        if (self.rank, target) not in self._channels:
+            super()._send_tensors(target, tensors)
+        elif tensors:
             works = self._exchange(dist.isend, (self.rank, target), tensors)
             if self._tells:
                 self._leaving.append((works, tensors))
@@ -192,11 +207,14 @@ class DeviceTransport(GlooTransport):
                 work.wait()  # costs nothing now, and the work lets go of its tensors too
 
     def _receive_tensors(self, source: int, specs: Specs) -> Payload:
-        """The listening thread reads headers only; tensors without data stand for what will come."""
+        """The listening thread reads headers only; tensors without data stand for what will come by the channel."""
+        if (source, self.rank) not in self._channels:
+            return super()._receive_tensors(source, specs)
         return tuple(None if s is None else torch.empty(s[1], dtype=s[0], device="meta") for s in specs)
 
     def _announced(self, source: int, key: Key) -> None:
-        self._coming[source].append(key)
+        if (source, self.rank) in self._channels:
+            self._coming[source].append(key)
 
     def _post_next(self, source: int) -> None:
         """Post the receive of the next message of a source, whose header is here."""

@@ -131,7 +131,7 @@ class GlooTransport:
         if known is not None and alike and self.around_transfer is None:
             headers, tensors = [known.pack(payload)], None
         else:
-            headers, tensors = encode_header(key, specs, structure), self._prepared(payload)
+            headers, tensors = encode_header(key, specs, structure), self._prepared(target, payload)
         self._left[target] -= 1
         try:
             for header in headers:
@@ -235,7 +235,7 @@ class GlooTransport:
     def _drain(self) -> None:
         """Receive what is still on its way after a failure: the threads have done that."""
 
-    def _prepared(self, payload: Payload) -> list[Tensor]:
+    def _prepared(self, target: int, payload: Payload) -> list[Tensor]:
         """The tensors of a message as they will be sent."""
         return [on_wire(tensor.detach().cpu().contiguous()) for tensor in payload if tensor is not None]
 
