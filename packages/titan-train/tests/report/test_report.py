@@ -204,6 +204,14 @@ def test_tokens_between_two_logged_steps_count(make_run, tmp_path):
     assert "40.0k  (1.00k per step)" in summarize(run_dir)
 
 
+def test_tokens_of_a_branch_are_its_own(make_run):
+    run_dir = make_run(40)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] > 30))
+    (run_dir / "run.json").write_text(json.dumps({"parent": {"run": "runs/a", "step": 30}}))
+    assert "10.0k  (1.00k per step; those of runs/a@30 come before)" in summarize(run_dir)
+
+
 def test_the_newest_samples_that_can_be_read_are_on_the_page(make_run):
     run_dir = make_run(40)
     folder = run_dir / "samples"

@@ -19,6 +19,7 @@ from titan_train.observe.log import (
     read_blocks,
 )
 from titan_train.observe.records import ValidationRecord
+from titan_train.observe.run_info import parent_of, read_run_info
 
 # Up to this size, about 10,000 steps, metrics.jsonl is read whole. Of a longer one only the first steps are: a logarithmic
 # axis shows them one by one.
@@ -39,6 +40,8 @@ class Curve:
 class History:
     """A run as points in step order. A point is a step, or the mean of a block of steps; NaN where nothing is known."""
 
+    began: int = 0
+    """The step that the run began with: a branch has the numbers of its parent before."""
     steps: list[int] = field(default_factory=list[int])
     """The (last) step of each point."""
     counts: list[int] = field(default_factory=list[int])
@@ -64,7 +67,7 @@ class History:
         Raises:
             KeyError, TypeError, ValueError: The line is not a step's.
         """
-        before = next((step for step in reversed(self.steps) if step < line["step"]), 0)
+        before = next((step for step in reversed(self.steps) if step < line["step"]), self.began)
         block = StepBlock(last=before, elapsed_s=self._elapsed_s)
         values = block.add_step(line)
         block.mean, block.low, block.high = list(values), list(values), list(values)
@@ -133,7 +136,8 @@ def read_history(run_dir: str | Path, *, whole_bytes: int = _WHOLE_BYTES) -> His
         whole_bytes: Up to this size `metrics.jsonl` is read line by line.
     """
     path = Path(run_dir) / FILE_NAME
-    history = History()
+    parent = parent_of(read_run_info(run_dir))
+    history = History(began=parent[1] if parent is not None else 0)
     try:
         long = path.stat().st_size > whole_bytes
     except OSError:

@@ -46,7 +46,11 @@ def headlines(folder: RunFolder) -> list[Headline]:
     total = folder.total_steps
     share = f"{history.steps[-1] / total:.0%} of {total:,}" if total else ""
     found.append(Headline("Steps", f"{history.steps[-1]:,}", share))
-    found.append(Headline("Tokens", short_count(history.tokens), f"{short_count(history.tokens_per_step)} per step"))
+    parent = branched_from(folder)
+    before = f"; those of {parent} come before" if parent else ""
+    found.append(
+        Headline("Tokens", short_count(history.tokens), f"{short_count(history.tokens_per_step)} per step{before}")
+    )
     rate, per_rank, mfu, tflops = map(
         history.median, ("tokens_per_s", "tokens_per_s_per_rank", "mfu", "tflops_per_gpu")
     )
