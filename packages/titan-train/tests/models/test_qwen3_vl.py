@@ -132,6 +132,14 @@ def test_the_description_of_a_model_is_read_back(pair):
     assert settings_of(args_from_hf(pair[0].config.to_dict())) == settings_of(pair[1].args)
 
 
+def test_a_published_description_with_experts_is_read():
+    """It has a field of text models that its class does not heed, and may leave the head width out."""
+    args = dataclasses.replace(SPARSE, dim=SPARSE.num_heads * SPARSE.head_dim)
+    config = config_of(args)
+    config["text_config"] |= {"norm_topk_prob": True, "head_dim": None}
+    assert args_from_hf(config) == args
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [

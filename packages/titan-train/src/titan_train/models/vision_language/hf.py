@@ -53,7 +53,7 @@ def _decoder_of(config: dict[str, Any]) -> dict[str, Any]:
     time, row, column = rope.get("mrope_section") or (24, 20, 20)
     sparse = read.kind == "qwen3_vl_moe_text"
     head_dim = read.take("head_dim", default=128)
-    if sparse and not head_dim:  # that class has no default of 128
+    if sparse and not config.get("head_dim"):  # that class has no default of 128
         head_dim = fields["dim"] // max(1, fields["num_heads"])
     if time + row + column != head_dim // 2:
         read.problem(f"mrope_section={[time, row, column]} does not add up to half of head_dim={head_dim}")
@@ -68,7 +68,8 @@ def _decoder_of(config: dict[str, Any]) -> dict[str, Any]:
         "rope_column_pairs": column,
     }
     if sparse:
-        read.take("intermediate_size", "router_aux_loss_coef", "output_router_logits")  # without effect on the logits
+        # without effect on the logits: transformers norms the weights of a token's experts always
+        read.take("intermediate_size", "router_aux_loss_coef", "output_router_logits", "norm_topk_prob")
         fields |= read_experts(read)
     read.finish()
     return fields
