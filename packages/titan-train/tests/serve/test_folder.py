@@ -1,7 +1,11 @@
 """What a folder of the hub says beside its weights."""
 
 import pytest
-from titan_train.serve.folder import stop_ids_of
+from titan_train.export.hf_folder import write_tokenizer_files
+from titan_train.export.step_model import SteppedModel
+from titan_train.serve.folder import load_served, stop_ids_of
+from titan_train.tokenizers import ChatTemplate, train_sentencepiece
+from titan_train.tokenizers.chat_template import BUILT_IN
 
 
 @pytest.mark.parametrize(
@@ -18,3 +22,24 @@ def test_the_tokens_that_end_a_text_are_read(files, ids, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     assert stop_ids_of(tmp_path) == ids
+
+
+class Steps(SteppedModel):
+    description = {"max_positions": 64, "step": 3}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        pass
+
+    def step(self, tokens, positions, caches):
+        raise NotImplementedError
+
+
+def test_an_export_is_served_with_its_chat_template_whatever_its_tokenizer(tmp_path, monkeypatch):
+    tokenizer = train_sentencepiece(["def f(value):\n    return value + other\nclass Thing: pass\n"] * 50, 300)
+    write_tokenizer_files(tmp_path, tokenizer, 64, ChatTemplate.of(tokenizer, BUILT_IN["plain"]))
+    (tmp_path / "model.onnx").touch()
+    monkeypatch.setattr("titan_train.serve.folder.load_exported", lambda *_, **__: Steps())
+    served = load_served(tmp_path)
+    assert served.tokenizer.kind == "sentencepiece"
+    assert served.template is not None
+    assert served.template.source == BUILT_IN["plain"]

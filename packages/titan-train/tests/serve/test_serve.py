@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from titan_train.generation import LoadedRun, Sampling, TextPiece, encode_chat, encode_prompt, stream_text
 from titan_train.serve import worker
 from titan_train.tokenizers import ChatTemplate
@@ -124,6 +125,13 @@ def test_a_chat_ends_where_the_template_ends_an_answer_and_a_completion_goes_on(
     assert chat["message"]["content"] == text.split(word)[0]
     assert chat["finish_reason"] == "stop"
     assert asyncio.run(ask("/v1/completions", {"prompt": "x"}))["text"] == text
+
+
+def test_compiling_a_model_without_this_cache_is_refused_at_the_start(run: LoadedRun) -> None:
+    from titan_train.serve.app import build_app
+
+    with pytest.raises(ValueError, match=r"--compile: the step of tiny cannot be compiled"):
+        build_app(replace(run, model=torch.nn.Linear(1, 1)), "tiny", compiled=True)
 
 
 def test_an_answer_that_nobody_limited_ends_where_the_model_ends(client: Any) -> None:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from titan_train.generation import LoadedRun, TextPiece
+from titan_train.generation import LoadedRun, TextPiece, supports_cache
 from titan_train.serve.loopback import LocalOnly, WithToken
 from titan_train.serve.requests import Ask, BadRequestError, Limits, read_chat, read_completion
 from titan_train.serve.worker import Worker
@@ -51,7 +51,15 @@ def build_app(
         max_answers: Limit of one request: prompts times ``n``.
         compiled: As in `titan_train.generation.stream`.
         token: Answer any machine that sends this token, as OpenAI's clients send an API key, and no page; empty: this machine.
+
+    Raises:
+        ValueError: ``compiled`` for a model whose step cannot be compiled.
     """
+    if compiled and not supports_cache(run.model):
+        raise ValueError(
+            f"--compile: the step of {name} cannot be compiled, which needs a run's model with the key-value cache that "
+            "generation gives it. Leave it out."
+        )
     limits = Limits(max_new_tokens, max_prompt_tokens or run.config.model.seq_len, max_answers)
     server = _Server(run, name, limits, compiled)
 

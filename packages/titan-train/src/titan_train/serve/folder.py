@@ -21,6 +21,7 @@ from titan_train.export.step_model import SteppedModel
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, load_run
 from titan_train.tokenizers import ChatTemplate, load_tokenizer
+from titan_train.tokenizers.huggingface import TEMPLATE_NAME
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
@@ -61,9 +62,11 @@ def load_served(
         stop_ids = stop_ids_of(folder)
         tokenizer = load_tokenizer(found["path"])
         model = _of_transformers(exported) if isinstance(exported, HfModel) else _of_steps(exported)
+        file = folder / TEMPLATE_NAME
+        template = ChatTemplate.of(tokenizer, read_text(file) if file.is_file() else "")
     config = parse_config({"run": {"name": folder.resolve().name}, "model": {"seq_len": model.max_seq_len or 2048}})
     written = getattr(exported, "description", {}).get("step", 0)
-    return LoadedRun(config, model.eval(), tokenizer, written, ChatTemplate.of(tokenizer, ""), stop_ids)
+    return LoadedRun(config, model.eval(), tokenizer, written, template, stop_ids)
 
 
 def stop_ids_of(folder: Path) -> tuple[int, ...]:
