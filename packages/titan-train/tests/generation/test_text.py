@@ -118,6 +118,26 @@ def test_an_answer_ends_where_the_template_ends_it_and_a_text_does_not(run: Load
     assert said(replace(run, model=Says(texts), stop_ids=(ord("<"),))) == ("yes", "stop")
 
 
+def test_rows_that_have_all_ended_are_not_continued(run: LoadedRun) -> None:
+    eos = run.tokenizer.eos_id
+    steps: list[int] = []
+
+    def decoder(_model: nn.Module, _tokens: Tensor, _lengths: Tensor, step: int) -> Tensor:
+        steps.append(step)
+        return one_hot(torch.tensor([[*b"ab........"][step], [*b"x", eos, *b"........"][step]]), 259).float()
+
+    model = Says([])
+    model.new_decoder = lambda: decoder
+    answers = replace(run, model=model)
+    found = list(stream_text(answers, [[1], [1]], max_new_tokens=10, sampling=Sampling(), stop=["b.", "xyz"]))
+    for row, text, tokens in ((0, "a", 3), (1, "x", 1)):
+        mine = [piece for piece in found if piece.row == row]
+        assert "".join(piece.text for piece in mine) == text
+        assert [piece.finish for piece in mine] == [""] * (len(mine) - 1) + ["stop"]
+        assert mine[-1].tokens == tokens
+    assert steps == [0, 1, 2]
+
+
 def test_a_message_is_answered_up_to_the_end_of_the_turn(
     run: LoadedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -130,6 +150,18 @@ def test_a_message_is_answered_up_to_the_end_of_the_turn(
     assert capsys.readouterr().out == "yes\n"
     assert main(command) == 0
     assert capsys.readouterr().out == "hiyes<|im_end|>\nan\n"
+    assert main([*command, "--stop", r">\na"]) == 0  # as a shell passes ">\na"
+    assert capsys.readouterr().out == "hiyes<|im_end|\n"
+
+
+def test_options_that_an_exported_folder_would_ignore_are_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "model.onnx").touch()
+    command = ["generate", str(tmp_path), "--prompt", "hi", "--temperature", "0"]
+    for option, value in (("--samples", "2"), ("--repetition-penalty", "1.2"), ("--step", "0"), ("--code", "mine")):
+        assert main([*command, option, value]) == 2
+        assert f"{option} is for a run's folder, and {tmp_path} is an exported one" in capsys.readouterr().err
 
 
 @pytest.mark.slow

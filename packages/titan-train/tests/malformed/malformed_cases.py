@@ -395,7 +395,10 @@ def exported_folders() -> Iterator[Case]:
     ):  # fmt: skip
         yield ["generate", "E", "--prompt", "a", "--temperature", "0"], files
         yield ["eval", "E", "--text", "text.txt"], {**TEXT, **files, "E/tokenizer_config.json": "{}"}
-    for extra in (["--chat"], ["--stop", "a"], ["--compile"], ["--temperature", "1"]):
+    for extra in (
+        ["--chat"], ["--stop", "a"], ["--compile"], ["--temperature", "1"], ["--samples", "2"], ["--repetition-penalty", "2"],
+        ["--step", "3"], ["--code", "mine"],
+    ):  # fmt: skip
         yield ["generate", "E", "--prompt", "a", "--temperature", "0", *extra], {"E/model.onnx": b""}
     for extra in (
         ["--to", ""], ["--to", "hf,hf"], ["--to", ","], ["--to", "gguf,zap"], ["--dtype", "float8", "--to", "gguf"],

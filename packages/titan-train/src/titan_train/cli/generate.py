@@ -47,7 +47,14 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a message to answer, see tokenizer.chat_template"
     )
-    parser.add_argument("--stop", action="append", default=[], metavar="WORD", help="end the text before this word")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        type=_stop_word,
+        metavar="WORD",
+        help=r"end the text before this word; \n in it is a newline, \t a tab",
+    )
     parser.add_argument(
         "--compile", action="store_true", help="compile the step of one token, for many tokens on a GPU"
     )
@@ -133,6 +140,11 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         with _few_threads(run):
             _continue(arguments, run, sampling, shown=first)
     return 0
+
+
+def _stop_word(word: str) -> str:
+    r"""Shells pass ``"\n"`` as two characters."""
+    return word.replace(r"\n", "\n").replace(r"\t", "\t")
 
 
 @contextlib.contextmanager
@@ -291,6 +303,10 @@ def _exported(arguments: argparse.Namespace) -> int:
         "--stop": arguments.stop,
         "--compile": arguments.compile,
         "--draft": arguments.draft,
+        "--samples": arguments.samples > 1,
+        "--repetition-penalty": arguments.repetition_penalty != 1,
+        "--step": arguments.step is not None,
+        "--code": arguments.code,
     }.items():
         if given:
             raise ValueError(

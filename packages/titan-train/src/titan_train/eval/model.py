@@ -59,9 +59,12 @@ def load_eval_model(
         code: As in `load_run`.
 
     Raises:
-        ValueError: It is neither, or cannot be loaded.
+        ValueError: It is neither, or cannot be loaded; ``step`` or ``code`` for an exported folder.
     """
     if target_of(folder) is not None:
+        if step is not None or code:
+            option = "--step" if step is not None else "--code"
+            raise ValueError(f"{option} is for a run's folder, and {folder} is an exported one. Leave it out.")
         return _of_export(folder, max_length, trust_code)
     run = load_run(folder, step=step, device=device, trust_code=trust_code, code=code)
     return eval_model_of(run, folder.resolve().name, max_length=max_length)

@@ -169,9 +169,19 @@ def _pieces(
     decoders = [IncrementalDecoder(tokenizer) for _ in stops]
     counts = [0] * len(stops)
     done = [False] * len(stops)
+
+    def rest(row: int) -> TextPiece:
+        text, found = stops[row].push(decoders[row].flush())
+        text += "" if found else stops[row].flush()
+        return TextPiece(row, text, "length" if counts[row] == most and not found else "stop", counts[row])
+
     for step in steps:
         for row, token in enumerate(step):
-            if done[row] or token is None:
+            if done[row]:
+                continue
+            if token is None:
+                done[row] = True
+                yield rest(row)
                 continue
             counts[row] += 1
             text, done[row] = stops[row].push(decoders[row].push(token))
@@ -181,6 +191,4 @@ def _pieces(
             break
     for row, ended in enumerate(done):
         if not ended:
-            text, found = stops[row].push(decoders[row].flush())
-            text += "" if found else stops[row].flush()
-            yield TextPiece(row, text, "length" if counts[row] == most and not found else "stop", counts[row])
+            yield rest(row)
