@@ -1,12 +1,15 @@
 """A run whose settings changed says so wherever one looks: run.json, config.toml, attempts, report, comparison."""
 
+import json
 import re
 
-from titan_train.config import parse_config
+from titan_train.config import Config, parse_config
+from titan_train.config.patterns import PATTERN_TABLES
+from titan_train.config.words import settings_of
 from titan_train.observe import JsonlTracker, RunInfo, StepRecord, read_run_info
 from titan_train.observe.run_info import settings_spans
 from titan_train.report import build_report, compare_runs, summarize
-from titan_train.run_folder import read_config, stage, take_effect
+from titan_train.run_folder import changes, read_config, stage, take_effect
 
 
 def configure(**optimizer):
@@ -64,6 +67,26 @@ def test_a_resume_with_another_learning_rate_is_on_record_by_steps(tmp_path):
         re.M,
     )
     assert "Settings that changed" not in build_report(other).read_text()
+
+
+def test_another_order_of_patterns_is_on_record_since_the_first_that_fits_counts(tmp_path):
+    one, other = {"norm": 0.5, r"layers\.0\.": 2.0}, {r"layers\.0\.": 2.0, "norm": 0.5}
+    take_effect(tmp_path, configure(lr_scales=one), 0)
+    assert changes(configure(lr_scales=one), tmp_path) == []
+    assert changes(configure(lr_scales=other), tmp_path) == [f"optimizer.lr_scales: {[*one]} -> {[*other]}"]
+    assert take_effect(tmp_path, configure(lr_scales=other), 5) == {"optimizer.lr_scales": [[*one], [*other]]}
+    tables = {".".join(keys) for keys, _, hint in settings_of(Config) if str(hint).startswith("dict")}
+    assert tables - {"model.args"} == {*PATTERN_TABLES}
+
+
+def test_an_order_of_patterns_that_an_older_version_recorded_has_not_changed(tmp_path):
+    scales = {"norm": 0.5, r"layers\.0\.": 2.0}
+    take_effect(tmp_path, configure(lr_scales=scales), 0)
+    text = (tmp_path / "run.json").read_text()
+    recorded = json.loads(text)
+    del recorded["settings"][0]["values"]["optimizer.lr_scales"]
+    (tmp_path / "run.json").write_text(json.dumps(recorded))
+    assert take_effect(tmp_path, configure(lr_scales=scales), 5) == {}
 
 
 def test_steps_that_are_made_again_are_of_the_attempt_that_made_them_last(tmp_path):

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from titan_train.config.elsewhere import here_it_is
 from titan_train.config.errors import ConfigError, describe_unknown_key, describe_validation_error
+from titan_train.config.patterns import with_orders
 from titan_train.config.published import missing_repositories, with_published
 from titan_train.config.schema import Config
 from titan_train.config.words import Setting, merge_settings, merge_trees, read_keywords, read_words
@@ -106,8 +107,8 @@ def values_set(config: Config) -> dict[str, Any]:
 
 
 def flat_values(config: Config) -> dict[str, Any]:
-    """All settings as plain values by dotted name; lists stay whole."""
-    return _flat(_plain(dataclasses.asdict(config)))
+    """All settings as plain values by dotted name; lists stay whole, and tables of patterns have their order besides."""
+    return with_orders(_flat(_plain(dataclasses.asdict(config))))
 
 
 def list_configs() -> list[str]:

@@ -8,15 +8,30 @@ repeated character has as many choices as a name has characters, and a group is 
 import importlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+PATTERN_TABLES = (
+    "optimizer.lr_scales", "optimizer.weight_decays", "optimizer.frozen_steps", "optimizer.muon.groups", "optimizer.muon.splits",
+    "optimizer.muon.heads", "parallel.tp_plan", "parallel.reshard_overrides",
+)  # fmt: skip
+"""Tables whose keys are patterns: of those that fit a name, the first counts."""
 _LONGEST = 200
 _NAME = 100
 """Characters of a parameter's name, about, at most."""
 _MOST_WAYS = (_NAME + 1) ** 3
 _CHARACTERS = frozenset({"LITERAL", "NOT_LITERAL", "ANY", "IN"})
 _REPEATS = frozenset({"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"})
+
+
+def with_orders(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name; under the name of each table of several patterns, also these in their order."""
+    found = dict(values)
+    for table in PATTERN_TABLES:
+        patterns = [name.removeprefix(f"{table}.") for name in values if name.startswith(f"{table}.")]
+        if len(patterns) > 1:
+            found[table] = patterns
+    return found
 
 
 def check_patterns(key: str, patterns: Iterable[str]) -> None:

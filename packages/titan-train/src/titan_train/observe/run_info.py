@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from titan_train.config.patterns import with_orders
 from titan_train.files import parse_json, read_text, write_atomic
 
 FILE_NAME = "run.json"
@@ -139,7 +140,7 @@ def settings_spans(info: Mapping[str, Any]) -> list[Span]:
     for entry in cast("list[Any]", entries) if isinstance(entries, list) else []:
         match entry:
             case {"after_step": int(step), "values": dict(values)}:
-                found.append((step, cast("dict[str, Any]", values)))
+                found.append((step, with_orders(cast("dict[str, Any]", values))))
             case _:
                 continue
     return sorted(found, key=lambda span: span[0])

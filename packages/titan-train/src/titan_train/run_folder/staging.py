@@ -9,9 +9,10 @@ Idea: the launcher stages the new files in ``staged/``. Rank 0 moves them into p
 import shutil
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titan_train.config import Config, dump_config
+from titan_train.config.patterns import PATTERN_TABLES
 from titan_train.files import read_toml, write_atomic
 from titan_train.run_folder.rewind import set_aside
 
@@ -67,10 +68,11 @@ def discard(run_dir: Path) -> None:
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
-        keys: list[str] = sorted({*old, *new})
-        return [
-            line
-            for key in keys
-            for line in _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)  # pyright: ignore[reportUnknownArgumentType]
-        ]
+        before, now = cast("dict[str, Any]", old), cast("dict[str, Any]", new)
+        keys = sorted({*before, *now})
+        reordered = path in PATTERN_TABLES and [*before] != [*now] and len(keys) > 1
+        lines = [f"{path}: {[*before]} -> {[*now]}"] if reordered else []
+        for key in keys:
+            lines += _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+        return lines
     return [] if old == new else [f"{path}: {old} -> {new}"]
