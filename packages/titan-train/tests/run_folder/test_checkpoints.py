@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from titan_ckpt import Checkpointer, TrainState
 from titan_train.config import Config, dump_config
-from titan_train.generation.run import _saved_step
+from titan_train.generation.run import saved_step
 from titan_train.run_folder import check_rewind, checkpoint_folders, find_start, newest_checkpoint, stage_rewind
 from titan_train.run_folder import rewind as module
 from titan_train.run_folder.rewind import set_aside
@@ -39,7 +39,7 @@ def test_the_newest_checkpoint_is_the_one_saved_last_not_that_of_the_highest_ste
     assert find_start(str(run_dir), "checkpoint.start_from") == (run_dir, 165)
     assert find_start(f"run:{run_dir}", "model.init") == (run_dir, 165)
     assert find_start(f"{run_dir}@200", "checkpoint.start_from") == (run_dir, 200)
-    assert _saved_step(run_dir, None) == 165
+    assert saved_step(run_dir, None) == 165
 
 
 def test_the_tenth_revision_of_a_checkpoint_is_newer_than_the_ninth(run_dir):
