@@ -1,16 +1,19 @@
 """Weights that depend on the seed and the name, and on nothing else."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from model_for_tests import TinyLM, fill
 from titan_fsdp import Comm, Policy, Unit, full_state_dict, materialize, named_parameters, plan
+from titan_fsdp.training import state as full_state
 from titan_testing import run_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 
 def wrapped_weights(tied: bool, use_init: bool) -> list[dict[str, Tensor]]:
@@ -298,3 +301,26 @@ class WithExtra(nn.Linear):
 def test_extra_state_that_is_no_tensor_is_part_of_the_full_state() -> None:
     state = full_state_dict(WithExtra(2, 2))
     assert state["_extra_state"] == {"count": 7, "seen": [1]}
+
+
+def gathered_on() -> list[str]:
+    """Where the shards of a full state were gathered: without, and with another device than theirs to communicate on."""
+    layer = nn.Linear(2, 2, bias=False)
+    layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    gathered: list[str] = []
+
+    def gather(value: DTensor) -> Tensor:
+        gathered.append(value.to_local().device.type)
+        return torch.ones(2, 2)
+
+    for place in ("cpu", "meta"):  # meta stands for the accelerator
+        with (
+            mock.patch.object(DTensor, "full_tensor", gather),
+            mock.patch.object(full_state, "compute_device", lambda value, place=place: torch.device(place)),
+        ):
+            assert full_state_dict(layer)["weight"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    return gathered
+
+
+def test_offloaded_shards_are_gathered_on_the_device_that_communicates() -> None:
+    assert run_ranks(gathered_on, 1) == [["cpu", "meta"]]

@@ -3,13 +3,14 @@
 import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_fsdp.loaded import compute_device
 from titan_fsdp.names import clean_fqn, unwrap
 from titan_fsdp.torch_private import fsdp_modules
 
@@ -34,11 +35,18 @@ def full_state_dict(model: nn.Module, rank0: bool = True) -> dict[str, Any]:
     wanted = not rank0 or not dist.is_initialized() or dist.get_rank() == 0
     result: dict[str, Any] = {}
     for name, value in unwrap(model).state_dict().items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
+        full = _gathered(value) if isinstance(value, DTensor) else value
         if wanted:
             is_tensor = isinstance(full, Tensor)
             result[clean_fqn(name)] = full.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(full)
     return result
+
+
+def _gathered(value: DTensor) -> Tensor:
+    """The whole tensor. Shards that are offloaded to the CPU are gathered on the device that communicates, NCCL's."""
+    device = compute_device(value)
+    there = value if value.device.type == device.type else cast(DTensor, value.to(device))
+    return there.full_tensor()
 
 
 @contextmanager
