@@ -160,6 +160,21 @@ def test_dropout_of_a_planned_family_is_refused_by_any_name(field: str, tmp_path
         validate(configured(tmp_path, "starcoder2", **{field: 0.1}), 1)
 
 
+@pytest.mark.parametrize("changes", [(), ("residual_dropout",)])  # also where it is named, as it had to be
+def test_weights_of_a_folder_with_dropout_start_a_run_without(changes: tuple[str, ...], tmp_path: Path) -> None:
+    folder = f"hf:{hf_folders.make(tmp_path, 'starcoder2', vocab_size=264, residual_dropout=0.1)}"
+    config = ModelConfig(name=folder, init=folder, init_changes=changes, args={"residual_dropout": 0.0}, seq_len=32)
+    check_init(folder, build_model(config, vocab_size=264), config)
+
+
+def test_jitter_that_chooses_experts_is_compared(tmp_path: Path) -> None:
+    folder = f"hf:{hf_folders.make(tmp_path, 'phimoe', vocab_size=264, attention_dropout=0.1)}"
+    args = {"router_jitter_noise": 0.2, "attention_dropout": 0.0}
+    config = ModelConfig(name=folder, init=folder, args=args, seq_len=32)
+    with pytest.raises(ValueError, match=r"model: router_jitter_noise=0.2 should be 0.01. The weights"):
+        check_init(folder, build_model(config, vocab_size=264), config)
+
+
 def test_norms_that_differ_by_head_are_not_cut(tmp_path: Path) -> None:
     """StableLM 2 12B: a rank would take the norms of the first heads for those of its own."""
     validate(configured(tmp_path, "stablelm", qk_layernorm=True), 1)

@@ -18,11 +18,13 @@ _NOT_COMPARED = frozenset(
     {
         "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
         "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "quantization_config", "id2label", "label2id",
-        "attention_dropout", "output_router_logits", "router_aux_loss_coef", "return_dict", "output_hidden_states",
+        "output_router_logits", "router_aux_loss_coef", "return_dict", "output_hidden_states",
         "output_attentions", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder",
         "num_nextn_predict_layers",
     }
 )  # fmt: skip
+_DRAWN = ("dropout", "dropout_prob", "pdrop", "layerdrop", "jitter_noise")
+"""Ends of names of fields by which only training draws numbers."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ def _config_of(args: HFModelArgs) -> dict[str, Any]:
 
 
 def _settings_of(args: HFModelArgs) -> dict[str, Any]:
-    """What decides the logits, with every default filled in."""
+    """What decides the logits, with every default filled in; None for what only training draws by."""
     filled = args.kind.from_dict(dict(args.published)).to_dict()
-    return {name: value for name, value in filled.items() if name not in _NOT_COMPARED}
+    chooses = filled["model_type"] == "phimoe"  # its jitter also decides which experts are near enough to the best
+    drawn = {name for name in filled if name.endswith(_DRAWN) and not (chooses and name == "router_jitter_noise")}
+    return {name: None if name in drawn else value for name, value in filled.items() if name not in _NOT_COMPARED}
