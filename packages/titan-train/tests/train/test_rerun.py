@@ -8,9 +8,12 @@ import pytest
 import torch
 from tiny_run import Injecting, tiny_run, write_text
 from titan_testing import run_ranks
+from titan_train.data.loader.source import TensorBatch
 from titan_train.inputs import prepare_inputs
+from titan_train.tasks.diffusion.batches import FlowTarget
 from titan_train.train import Trainer
-from titan_train.train.rerun import Rerun, Suspicion, judge, judge_elsewhere
+from titan_train.train.rerun import Rerun, Suspicion, judge, judge_elsewhere, neighbours_batches
+from titan_train.train.step_random import RandomState
 
 SUSPICIOUS = {
     "train": {"steps": 20, "global_batch": 8, "rerun_above": 1.15},
@@ -55,6 +58,21 @@ def test_a_fault_is_told_apart_and_its_rank_named(folder, plan, verdict):
     assert verdicts(folder, name) == [(int(plan.rpartition("=")[2]), verdict, [1])]
     assert math.isfinite(losses[-1])
     assert losses[-1] < losses[0]
+
+
+def lent(_):
+    import torch.distributed as dist
+
+    mine = torch.full((2,), float(dist.get_rank()))
+    batch = TensorBatch((mine,), {"time": mine}, FlowTarget(mine, mine + 2), 4)
+    ((got,), _) = neighbours_batches([batch], RandomState(mine.device), dist.group.WORLD, mine.device)
+    assert isinstance(got.target, FlowTarget)
+    return [tensor.tolist() for tensor in got.tensors()]
+
+
+def test_the_neighbour_gets_a_batch_whose_target_has_parts(folder):
+    ranks = run_ranks(lent, 2, folder)
+    assert ranks == [[[there] * 2] * 3 + [[there + 2] * 2] for there in (1.0, 0.0)]
 
 
 def test_a_step_that_was_wrong_once_is_made_as_if_nothing_had_happened(folder):

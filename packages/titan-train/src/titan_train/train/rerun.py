@@ -194,7 +194,7 @@ def neighbours_batches(
 
     Collective over ``group``.
     """
-    fields = [{name: getattr(batch, name) for name in _names(batch)} for batch in batches]
+    fields = [{name: _sent(getattr(batch, name)) for name in _names(batch)} for batch in batches]
     every = gather_values([fields, state.host, state.cuda], group)
     lent, host, cuda = every[(group.rank() - 1) % group.size()]
     draws = RandomState(device)
@@ -283,9 +283,18 @@ def _names(batch: TaskBatch) -> Sequence[str]:
     return _BATCH
 
 
+def _sent(value: Any) -> Any:
+    """A field as `gather_values` takes it: a NamedTuple, such as a target, as a tuple."""
+    return tuple(value) if pytree.is_namedtuple_instance(value) else value
+
+
 def _like(batch: TaskBatch, values: dict[str, Any], device: torch.device) -> TaskBatch:
     """A batch of the same kind with these values, on the device."""
     moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), values)
+    for name in moved:
+        kind = type(getattr(batch, name))
+        if pytree.is_namedtuple_class(kind):
+            moved[name] = kind(*moved[name])
     if dataclasses.is_dataclass(batch):
         return dataclasses.replace(cast("Any", batch), **moved)
     return TensorBatch(**moved)
