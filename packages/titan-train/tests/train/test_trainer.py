@@ -10,6 +10,7 @@ import torch
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.inputs import open_inputs, prepare_inputs
+from titan_train.parallel.structure import blocks_of, wrap_forward
 from titan_train.run_folder import checkpoint_folders
 from titan_train.train import Trainer
 
@@ -292,6 +293,37 @@ def test_mixed_precision_on_one_rank_makes_no_collective(folder, caplog):
     said = [record.message for record in caplog.records if "parallel.mode" in record.message]
     assert len(said) == 1
     assert "is 'fsdp': for mixed precision (bf16 compute, float32 master weights); on one rank it makes no" in said[0]
+
+
+@pytest.mark.parametrize("name", ["llama3_debug", "qwen3_vl_debug", "flux_tiny"])
+def test_mixed_precision_leaves_rotary_angles_in_float32(name, folder):
+    config = configure(
+        folder,
+        run={"dir": str(Path(folder) / "runs"), "name": name},
+        model={"name": name, "seq_len": 64} | ({"seq_len": 13, "args": {"in_channels": 48}} if "flux" in name else {}),
+        diffusion={"grid": 3, "text_tokens": 4},
+        vision={"items": 20, "held_out": 2},
+        train={"dtype": "bf16", "steps": 1, "global_batch": 2},
+        schedule={"warmup_steps": 0},
+        validation={"every": 0},
+    )
+    prepare_inputs(config, quiet=True)
+    seen = []
+
+    def record(forward, x, *rest):
+        if rest:  # others are projectors of images
+            places = rest[-1]
+            angles = (places.cos, places.sin) if "flux" in name else places.rope
+            seen.append((x.dtype, *(table.dtype for table in angles)))
+        return forward(x, *rest)
+
+    with Trainer(config) as trainer:
+        blocks = [block for part in trainer.model.parts for block in blocks_of(part)]
+        for block in blocks:
+            wrap_forward(block, record)  # below FSDP's hooks
+        trainer.fit()
+    assert len(seen) >= 2
+    assert set(seen) == {(torch.bfloat16, torch.float32, torch.float32)}
 
 
 def test_keep_last_0_keeps_all_checkpoints_whatever_else_is_to_be_kept(folder):

@@ -12,8 +12,8 @@ Memory is linear in S: the fused causal kernel, or one document after the other 
 Shapes: B batch, S sequence, T keys, H query heads, K key-value heads, D head width, N documents of a row (padded).
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import InitVar, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,13 @@ from torch import Tensor, nn
 from titan_train.models.common.packed import packed_attention, packed_boundaries
 from titan_train.models.common.sinks import sink_attention
 
+# FSDP2 casts the floating-point tensors that it finds in a block's arguments to the parameters' dtype, also in tuples and in the
+# fields of dataclasses. Rotary angles are to stay float32: ``rope`` is an attribute, but no field.
+_Rope = tuple[Tensor, Tensor] | None
+if not TYPE_CHECKING:  # type checkers refuse to read what is given this way
+    _Rope = InitVar[_Rope]
 
-# Not a tuple and not a registered pytree on purpose: FSDP2 casts the floating-point tensors it finds in a block's
-# arguments to the parameter dtype, and the sine and cosine of the rotary angles are to stay float32.
+
 @dataclass(frozen=True)
 class SequenceContext:
     """Where each token of a batch sits; the same for every layer."""
@@ -35,11 +39,14 @@ class SequenceContext:
     """Cumulative document lengths ``[B, N + 1]`` int32 from 0 to S, padded by repeating S; None: one document a row."""
     boundaries: Tensor | None = None
     """Of the documents of all rows, from `packed_boundaries`; None: each layer takes them from ``cu_seqlens``."""
-    rope: tuple[Tensor, Tensor] | None = None
+    rope: _Rope = None
     """Cosine and sine of the rotary angles, each ``[B or 1, S, 1, D / 2]`` float32, for models that rotate."""
     attention_plan: Any = None
     """For what replaces `CausalAttention`: context parallelism's plan of these rows. The boundaries are then None, as
     the plan knows the documents."""
+
+    def __post_init__(self, rope: _Rope) -> None:  # pyright: ignore[reportGeneralTypeIssues]
+        object.__setattr__(self, "rope", rope)
 
 
 class CausalAttention(nn.Module):

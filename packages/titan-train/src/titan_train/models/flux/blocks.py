@@ -7,7 +7,7 @@ Shapes: B samples, T text tokens, I image tokens, S = T + I, H heads, D channels
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,19 @@ from titan_train.models.flux.rope import rotate_neighbours
 _EPS = 1e-6
 
 
-class TokenPlaces(NamedTuple):
-    """Where the tokens of a batch stand: the same for every block."""
+class TokenPlaces:
+    """Where the tokens of a batch stand: the same for every block.
 
-    cos: Tensor
-    """``[1 or B, S, D / 2]``."""
-    sin: Tensor
-    plan: Any
-    """Of context parallelism; None without it."""
+    Neither a tuple nor a dataclass on purpose: FSDP2 casts the floating-point tensors in those, and the angles are float32.
+    """
+
+    __slots__ = ("cos", "plan", "sin")
+
+    def __init__(self, cos: Tensor, sin: Tensor, plan: Any) -> None:
+        """Angles ``[1 or B, S, D / 2]``; ``plan`` is of context parallelism, None without it."""
+        self.cos = cos
+        self.sin = sin
+        self.plan = plan
 
 
 class FullAttention(nn.Module):

@@ -9,7 +9,6 @@ Shapes: P patches, N images (padded), d width of the encoder, H heads, M = merge
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -60,15 +59,18 @@ def patch_places(grids: Sequence[tuple[int, int]], merge: int) -> tuple[Tensor, 
     return torch.cat(places), torch.tensor(bounds, dtype=torch.int32)
 
 
-# Not a tuple and not a registered pytree on purpose, as `SequenceContext`: FSDP2 would cast the angles.
-@dataclass(frozen=True)
 class PatchPlaces:
-    """What every block needs to know of the patches."""
+    """What every block needs to know of the patches.
 
-    bounds: Tensor
-    """Boundaries of images ``[N + 1]`` int32."""
-    rope: tuple[Tensor, Tensor]
-    """Cosine and sine of the angles, ``[P, 1, d / H / 2]`` float32."""
+    Neither a tuple nor a dataclass on purpose: FSDP2 casts the floating-point tensors in those, and the angles are float32.
+    """
+
+    __slots__ = ("bounds", "rope")
+
+    def __init__(self, bounds: Tensor, rope: tuple[Tensor, Tensor]) -> None:
+        """Boundaries of images ``[N + 1]`` int32; cosine and sine of the angles, ``[P, 1, d / H / 2]`` float32."""
+        self.bounds = bounds
+        self.rope = rope
 
 
 class ImageAttention(nn.Module):
