@@ -98,6 +98,7 @@ class Stacked(nn.Module):
 def test_what_readers_would_misread_stays_as_it_is_and_is_excepted(tmp_path: Path) -> None:
     """Transformers takes a block of 192 rows with two scales to be 96 rows, and every ``.experts`` for float8."""
     sizes = {"long": (192, 64), "wide": (64, 200), "short": (100, 128), "even": (256, 128)}
+    sizes |= {"q_a_proj": (256, 128), "kv_a_proj_with_mqa": (192, 128), "gate_proj": (128, 64), "up_proj": (128, 64)}
     mlp = nn.ModuleDict({name: nn.Linear(k, n, bias=False) for name, (n, k) in sizes.items()})
     experts = [nn.ModuleDict({"up": nn.Linear(64, n), "down": nn.Linear(64, 64)}) for n in (192, 64)]
     model = nn.ModuleDict({"mlp": mlp, "a": nn.ModuleDict({"experts": Stacked()})})
@@ -106,11 +107,13 @@ def test_what_readers_would_misread_stays_as_it_is_and_is_excepted(tmp_path: Pat
     titan_fp8.export_hf_fp8(model, tmp_path, rename=lambda name: name.replace("mlp.", "model.mlp."))
     tensors = read(tmp_path / "model.safetensors")
     scales = {name.removesuffix("_scale_inv") for name in tensors if name.endswith("_scale_inv")}
-    assert scales == {"model.mlp.short.weight", "model.mlp.even.weight", "b.shared_experts.weight"}
+    suited = {f"model.mlp.{name}.weight" for name in ("short", "even", "gate_proj", "up_proj")}
+    assert scales == suited | {"b.shared_experts.weight"}
     assert torch.equal(tensors["model.mlp.long.weight"], mlp["long"].weight)
     excepted = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     ours = {f"b.experts.{i}.{name}" for i in range(2) for name in ("up", "down")}
-    assert set(excepted) == {"model.mlp.long", "model.mlp.wide", "a.experts", "b.experts"} | ours
+    apart = {f"model.mlp.{name}" for name in ("long", "wide", "q_a_proj", "kv_a_proj_with_mqa")}
+    assert set(excepted) == apart | {"a.experts", "b.experts"} | ours
 
 
 def test_large_models_are_split_over_files_with_an_index(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ Each float8 layer's weight becomes two tensors, ``<name>`` (float8 e4m3 codes, `
 (float32, ``[ceil(N / 128), ceil(K / 128)]``; a value is its code times its block's scale), everything else stays as it
 is, and ``config.json`` gets a ``quantization_config``. The codes are those the blockwise recipe trains with.
 
-Readers take a matrix's block to be its size over the number of its scales, which is 128 only where a side is at most 128 or a
-multiple of it; other matrices stay as they are. Readers take every linear, and every module of experts, for float8 that the
-``quantization_config`` does not except, so it excepts all others.
+Where transformers dequantizes, it takes a matrix's block to be its size over the number of its scales, which is 128 only where
+a side is at most 128 or a multiple of it; other matrices stay as they are, and so do those that servers join with one of them.
+Readers take every linear, and every module of experts, for float8 that the ``quantization_config`` does not except, so it
+excepts all others.
 
 One tensor at a time is gathered, cast and written; the sizes are known before, so the files' headers come first.
 """
@@ -49,6 +50,7 @@ _WRITTEN_BY = {"written_by": "titan_fp8"}
 """In the metadata of files of weights and of their index: a later export may replace them."""
 
 _BLOCK = 128
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 _EXPERTS = re.compile(r"(?:.*\.)?experts(?=\.)")
 """The module of all experts, as readers know it, at the beginning of a tensor's name."""
 
@@ -89,8 +91,8 @@ def export_hf_fp8(
 
     Args:
         model: Its `Float8Linear` layers are written in float8, with any recipe, where each side is at most 128 or a multiple
-            of it (readers would misplace other blocks), and those in a module of experts all together or not at all; all
-            else as it is.
+            of it (transformers may misplace other blocks); those in a module of experts, and those that servers join, all
+            together or not at all; all else as it is.
         folder: Made if it is missing. Files appear under their names only when complete; then those of an earlier export
             under other names are removed. A ``config.json`` is replaced.
         config: The rest of ``config.json``.
@@ -204,6 +206,8 @@ def _float8_names(wanted: set[str], matrices: Mapping[str, Sequence[int]]) -> tu
             "the model has no float8 layer, so nothing would be written in float8; call convert_to_float8 first."
         )
     float8 = {name for name in wanted if all(size <= _BLOCK or size % _BLOCK == 0 for size in matrices[name])}
+    apart = matrices.keys() - float8
+    float8 = {name for name in float8 if apart.isdisjoint(_joined(name))}
     found = (_EXPERTS.match(name) for name in matrices if name not in float8)
     experts = [*dict.fromkeys(match[0] for match in found if match is not None)]
     float8 = {name for name in float8 if (match := _EXPERTS.match(name)) is None or match[0] not in experts}
@@ -214,6 +218,12 @@ def _float8_names(wanted: set[str], matrices: Mapping[str, Sequence[int]]) -> tu
             f"at most {_BLOCK} or a multiple of it, as readers place scales. Pad the model's sizes, or save it in bfloat16."
         )
     return float8, experts
+
+
+def _joined(name: str) -> list[str]:
+    """The weights that vLLM and SGLang join with this one into a matrix, which is float8 as a whole or not at all."""
+    owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+    return [f"{owner}.{other}.weight" for group in _JOINED if leaf in group for other in group if other != leaf]
 
 
 def _weights_of(model: nn.Module, kind: type[nn.Linear]) -> list[str]:

@@ -365,7 +365,7 @@ def weight_cast(
     both = in_backward or (cache is not None and call.input_grad)
     products = unwatched(call.products, (w,))
     wq = products.cast_weight(w, for_input_grad=both, amax_group=call.amax_group)
-    if cache is not None and cache.keeps(owner):
+    if cache is not None and w is owner and cache.keeps(owner):  # a copy may be older than its owner
         cache.keep(owner, wq)
     return wq
 
