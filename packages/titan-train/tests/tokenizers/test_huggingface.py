@@ -147,6 +147,28 @@ def test_a_bad_folder_is_refused_by_name(folder, name, content, message):
         HfTokenizer.from_folder(folder)
 
 
+def test_special_tokens_that_the_model_has_no_embedding_for_are_left_out(folder, tmp_path, byte_level):
+    made = tokenizers.Tokenizer.from_str(byte_level)
+    size = made.get_vocab_size()
+    made.add_special_tokens(["<image_soft_token>"])
+    (folder / "tokenizer.json").write_text(made.to_str())
+    (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": size}}))
+    tokenizer = HfTokenizer.from_folder(folder)
+    for one in (tokenizer, load_tokenizer(tokenizer.save(tmp_path / "saved"))):
+        assert one.vocab_size == size
+        assert "<image_soft_token>" not in one.special_ids
+        assert one.encode_marked("<tool> a<|im_end|>")[0][-1] == one.eos_id
+        assert one.decode(one.encode("a <image_soft_token>")) == "a <image_soft_token>"
+        with pytest.raises(
+            ValueError, match=r"the special token '<image_soft_token>', which the model has no embedding for"
+        ):
+            one.encode_marked("a <image_soft_token>")
+    made.add_tokens(["<ordinary>"])
+    (folder / "tokenizer.json").write_text(made.to_str())
+    with pytest.raises(ValueError, match=r"ids up to \d+ \('<ordinary>'\).*have no embedding"):
+        HfTokenizer.from_folder(folder)
+
+
 def test_a_folder_without_the_file_and_a_vocabulary_without_an_end_are_refused(tmp_path):
     from tokenizers import models
 
@@ -164,7 +186,7 @@ def test_a_lone_surrogate_is_refused(folder):
             encode("a\ud800b")
 
 
-@pytest.mark.parametrize("kind", ["byte_fallback", "word_piece"])
+@pytest.mark.parametrize("kind", ["byte_fallback", "word_piece", "no_decoder", "word_end"])
 def test_streamed_bytes_are_the_decoded_text(kind, folder):
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -174,6 +196,16 @@ def test_streamed_bytes_are_the_decoded_text(kind, folder):
         made.normalizer = normalizers.Replace(" ", "\u2581")
         made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
         text = "a a é😀"
+    elif kind == "no_decoder":
+        made = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "word": 2}, unk_token="[UNK]"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        text = "a word a"
+    elif kind == "word_end":
+        vocab = {"a": 0, "b</w>": 1, "ab</w>": 2, "b": 3}
+        made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b</w>")], end_of_word_suffix="</w>"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        made.decoder = decoders.BPEDecoder()
+        text = "ab aab b"
     else:
         vocab = {"[UNK]": 0, "play": 1, "##ing": 2, "a": 3, "</s>": 4}
         made = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))

@@ -44,6 +44,8 @@ class HfTokenizer:
         bos_token: Token that begins a document; empty takes the one in ``config``, or the usual name.
         eos_token: Token that ends a document; empty takes the one in ``config``, or the usual name.
         chat_template: The Jinja text; None takes the one in ``config``, if any.
+        vocab_size: Embeddings of the model. Where only special tokens lie beyond, such as Gemma 3's for images in its models of
+            text, they are left out; a text that names one as a special token is then refused.
 
     Raises:
         ValueError: If the library is missing or refuses the file, or a named token is not in the vocabulary.
@@ -59,6 +61,7 @@ class HfTokenizer:
         bos_token: str = "",
         eos_token: str = "",
         chat_template: str | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.tokenizer_json = tokenizer_json
         """Content of ``tokenizer.json``."""
@@ -66,13 +69,14 @@ class HfTokenizer:
         """Content of ``tokenizer_config.json``, with the tokens that begin and end a text."""
         self._library = _load_library(tokenizer_json)
         self._marking: _Library | None = None
-        self._vocab: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        added = self._library.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}
+        self._vocab = _with_embeddings(self._library.get_vocab(with_added_tokens=True), special, vocab_size)
         if not self._vocab:
             raise ValueError("tokenizer.json holds an empty vocabulary. Give the file of a trained tokenizer.")
         self.vocab_size = max(self._vocab.values()) + 1
-        added = self._library.get_added_tokens_decoder()
-        self.special_ids = {token.content: number for number, token in added.items() if token.special}
-        self._added = {number: token.content for number, token in added.items()}
+        self._added = {number: token.content for number, token in added.items() if number < self.vocab_size}
+        self.special_ids = {name: number for number, name in self._added.items() if number in special}
         self.bos_id = self._special("bos_token", bos_token, _USUAL_BOS)
         self.pad_id = self._special("pad_token", "", _USUAL_PAD)
         eos_id = self._special("eos_token", eos_token, _USUAL_EOS)
@@ -90,13 +94,24 @@ class HfTokenizer:
             if number is not None
         }
         self.chat_template = chat_template if chat_template is not None else _template(self.config)
-        self._decoder = json.dumps(json.loads(tokenizer_json).get("decoder"))
+        decoder: dict[str, Any] | None = json.loads(tokenizer_json).get("decoder")
+        self._decoder = json.dumps(decoder)
+        self._word_end = _word_end(decoder)
+        self._spaced = decoder is None and _drops_spaces(self._library)
         named = json.dumps({"bos": self.bos_id, "eos": self.eos_id})
         self.fingerprint = hashlib.sha256(b"hf 1\0" + named.encode() + b"\0" + tokenizer_json).hexdigest()
 
     @classmethod
-    def from_folder(cls, path: str | Path, *, bos_token: str = "", eos_token: str = "") -> "HfTokenizer":
+    def from_folder(
+        cls, path: str | Path, *, bos_token: str = "", eos_token: str = "", vocab_size: int | None = None
+    ) -> "HfTokenizer":
         """Read a folder with ``tokenizer.json``, or that file and what lies beside it.
+
+        Args:
+            path: The folder, or the file.
+            bos_token: As of the class.
+            eos_token: As of the class.
+            vocab_size: As of the class; None takes that of a ``config.json`` in the folder.
 
         Raises:
             ValueError: If a file is missing or cannot be read.
@@ -113,7 +128,10 @@ class HfTokenizer:
         template = folder / TEMPLATE_NAME
         text = read_text(template) if template.is_file() else None
         try:
-            made = cls(read_bytes(file), config, bos_token=bos_token, eos_token=eos_token, chat_template=text)
+            made = cls(
+                read_bytes(file), config, bos_token=bos_token, eos_token=eos_token, chat_template=text,
+                vocab_size=_embeddings(folder) if vocab_size is None else vocab_size,
+            )  # fmt: skip
         except ValueError as err:
             raise ValueError(f"{file}: {err}") from err
         made.check_model(folder)
@@ -125,11 +143,8 @@ class HfTokenizer:
         Raises:
             ValueError: If the model has fewer embeddings than the tokenizer has ids.
         """
-        if not (folder / "config.json").is_file():
-            return
-        config = read_json(folder / "config.json")
-        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-        if isinstance(size, int) and size < self.vocab_size:
+        size = _embeddings(folder)
+        if size is not None and size < self.vocab_size:
             raise ValueError(
                 f"{folder}: the tokenizer has ids up to {self.vocab_size - 1} ({self._names[self.vocab_size - 1]!r}), but "
                 f"config.json has vocab_size={size}: those tokens have no embedding. Use the model's own tokenizer, or "
@@ -148,7 +163,11 @@ class HfTokenizer:
         return [np.asarray(one.ids, dtype=np.int32) for one in encoded]
 
     def encode_marked(self, text: str) -> tuple[TokenArray, npt.NDArray[np.int64]]:
-        """Ids of a text whose special tokens are meant, and the characters of each: ``[N]`` and ``[N, 2]``."""
+        """Ids of a text whose special tokens are meant, and the characters of each: ``[N]`` and ``[N, 2]``.
+
+        Raises:
+            ValueError: The text names a special token that the model has no embedding for.
+        """
         text.encode()
         if (
             self._marking is None
@@ -157,6 +176,14 @@ class HfTokenizer:
             marking.encode_special_tokens = False
             self._marking = marking
         encoded = self._marking.encode(text, add_special_tokens=False)
+        beyond = next(
+            (where for i, where in zip(encoded.ids, encoded.offsets, strict=True) if i >= self.vocab_size), None
+        )
+        if beyond is not None:
+            raise ValueError(
+                f"a conversation holds the special token {text[slice(*beyond)]!r}, which the model has no embedding for: its ids "
+                f"run to {self.vocab_size - 1}. Take it out of the text, or out of the chat template."
+            )
         offsets = np.asarray(encoded.offsets, dtype=np.int64).reshape(-1, 2)
         return np.asarray(encoded.ids, dtype=np.int32), offsets
 
@@ -171,6 +198,8 @@ class HfTokenizer:
         name = self._names.get(token_id)
         if name is None or name in self.special_ids:
             return b""
+        if self._spaced:
+            return f" {name}".encode()
         if token_id in self._added:
             return self._added[token_id].encode()
         if '"ByteLevel"' in self._decoder:
@@ -179,6 +208,8 @@ class HfTokenizer:
             return bytes([int(name[3:5], 16)])
         if '"WordPiece"' in self._decoder:
             return name[2:].encode() if name.startswith("##") else f" {name}".encode()
+        if self._word_end:
+            return name.replace(self._word_end, " ").encode()
         return name.replace(_SPACE, " ").encode()
 
     def save(self, folder: str | Path) -> Path:
@@ -198,8 +229,8 @@ class HfTokenizer:
                 continue
             if name not in self._vocab:
                 raise ValueError(
-                    f"{where}={name!r} is not in the vocabulary. Use one of the special tokens "
-                    f"{sorted(self.special_ids)[:12]}."
+                    f"{where}={name!r} is not in the vocabulary, or the model has no embedding for it. Use one of the special "
+                    f"tokens {sorted(self.special_ids)[:12]}."
                 )
             return self._vocab[str(name)]
         return next((self._vocab[name] for name in usual if name in self._vocab), None)
@@ -220,6 +251,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", content)
 
 
+def _embeddings(folder: Path) -> int | None:
+    """The embeddings of the model of a folder, as its ``config.json`` says."""
+    file = folder / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
+
+
+def _with_embeddings(vocab: dict[str, int], special: set[int], size: int | None) -> dict[str, int]:
+    """The tokens below ``size``, if only special ones lie beyond, else all."""
+    beyond = {number for number in vocab.values() if size is not None and number >= size}
+    if not beyond or len(beyond) == len(vocab) or not beyond <= special:
+        return vocab
+    return {name: number for name, number in vocab.items() if number not in beyond}
+
+
 class _Encoding(Protocol):
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -229,6 +276,7 @@ class _Library(Protocol):
     """What is used of `tokenizers.Tokenizer`, which publishes few types."""
 
     encode_special_tokens: bool
+    pre_tokenizer: Any
 
     def encode(self, text: str, *, add_special_tokens: bool) -> _Encoding: ...
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[_Encoding]: ...
@@ -249,6 +297,18 @@ def _load_library(tokenizer_json: bytes) -> _Library:
     library.no_padding()
     library.encode_special_tokens = True
     return library
+
+
+def _word_end(decoder: Mapping[str, Any] | None) -> str:
+    """What the decoder turns into a space at the end of a word; empty for another kind of decoder."""
+    parts = (decoder or {}).get("decoders") or [decoder or {}]
+    return next((part["suffix"] for part in parts if part.get("type") == "BPEDecoder"), "")
+
+
+def _drops_spaces(library: _Library) -> bool:
+    """Whether a text loses its spaces before it is cut; without a decoder the library then writes one between all tokens."""
+    cut = library.pre_tokenizer
+    return cut is not None and "".join(piece for piece, _ in cut.pre_tokenize_str("a b")) == "ab"
 
 
 def _template(config: Mapping[str, Any]) -> str | None:

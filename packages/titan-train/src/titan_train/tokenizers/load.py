@@ -47,7 +47,8 @@ def _load_saved(folder: Path) -> Tokenizer:
     if kind == "bytes":
         tokenizer = ByteTokenizer()
     elif kind == "hf":
-        tokenizer = HfTokenizer.from_folder(folder)
+        size = saved.get("vocab_size")
+        tokenizer = HfTokenizer.from_folder(folder, vocab_size=size if isinstance(size, int) else None)
     elif kind == "sentencepiece":
         tokenizer = SentencePieceTokenizer(_model(folder))
     elif kind == "tiktoken":
