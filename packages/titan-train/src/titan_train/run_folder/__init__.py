@@ -32,6 +32,7 @@ from titan_train.lazy import first_use
 
 if TYPE_CHECKING:
     from titan_train.run_folder.contents import (
+        BEST,
         checkpoint_folders,
         keep_model,
         newest_checkpoint,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from titan_train.run_folder.record import take_effect
     from titan_train.run_folder.rewind import check_rewind, set_best_aside, stage_rewind, staged_rewind
     from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
-    from titan_train.run_folder.starts import BEST, check_unused, find_start, resolve_starts
+    from titan_train.run_folder.starts import check_unused, find_start, resolve_starts
 
 __all__ = [
     "BEST",

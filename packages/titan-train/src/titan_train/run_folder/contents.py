@@ -6,15 +6,20 @@ before a checkpoint counts.
 """
 
 import contextlib
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from titan_ckpt import CheckpointError, Manifest
 from titan_ckpt.steps.listing import step_folders
 
 from titan_train.config import Config, parse_config
 from titan_train.files import local_path, read_bytes, read_toml, write_atomic
 
+BEST = "validation_loss"
+"""The metric of a checkpoint that was validated when it was saved."""
 _HF = "hf:"
 _MODEL = "model"
 _SYNCED = ("", "tokenizer", _MODEL)
@@ -92,6 +97,17 @@ def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
     root = run_dir / "checkpoints"
     folders = {step: root / path.name for step, path in step_folders(root)}
     return {step: folder for step, folder in folders.items() if (folder / "MANIFEST.json").is_file()}
+
+
+def best_saved(saved: Mapping[int, Path]) -> tuple[float, int] | None:
+    """The lowest validation loss of checkpoints, and its step; None if none was validated when it was saved."""
+    rated: list[tuple[float, int]] = []
+    for step, path in saved.items():
+        with contextlib.suppress(CheckpointError):  # a damaged one is not the best
+            loss = Manifest.open(path).metrics.get(BEST, math.nan)
+            if math.isfinite(loss):
+                rated.append((loss, step))
+    return min(rated, default=None)
 
 
 def sync_run_folder(run_dir: Path) -> None:

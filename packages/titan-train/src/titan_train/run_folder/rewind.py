@@ -14,8 +14,7 @@ import shutil
 from pathlib import Path
 
 from titan_train.files import read_text, write_atomic
-from titan_train.run_folder.contents import checkpoint_folders
-from titan_train.run_folder.starts import best_saved
+from titan_train.run_folder.contents import best_saved, checkpoint_folders
 
 FOLDER = "set_aside"
 _STAGED = "resume_step"

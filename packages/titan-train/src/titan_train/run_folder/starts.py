@@ -5,22 +5,14 @@ takes the weights alone. Both are resolved to one step before any rank starts, s
 run has a checkpoint of its own, that counts, and what it began with is on record.
 """
 
-import contextlib
-import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-
-from titan_ckpt import CheckpointError, Manifest
 
 from titan_train.config import Config
 from titan_train.config.published import RUN, split_start
 from titan_train.files import read_toml
 from titan_train.observe.run_info import parent_of, read_run_info
-from titan_train.run_folder.contents import checkpoint_folders, newest_checkpoint, run_folder
-
-BEST = "validation_loss"
-"""The metric of a checkpoint that was validated when it was saved."""
+from titan_train.run_folder.contents import best_saved, checkpoint_folders, newest_checkpoint, run_folder
 
 
 def resolve_starts(config: Config, run_dir: Path | None = None) -> Config:
@@ -100,17 +92,6 @@ def _best(start: str, setting: str, saved: dict[int, Path]) -> int:
             "saves after each best validation."
         )
     return best[1]
-
-
-def best_saved(saved: Mapping[int, Path]) -> tuple[float, int] | None:
-    """The lowest validation loss of checkpoints, and its step; None if none was validated when it was saved."""
-    rated: list[tuple[float, int]] = []
-    for step, path in saved.items():
-        with contextlib.suppress(CheckpointError):  # a damaged one is not the best
-            loss = Manifest.open(path).metrics.get(BEST, math.nan)
-            if math.isfinite(loss):
-                rated.append((loss, step))
-    return min(rated, default=None)
 
 
 def _parent(config: Config, run_dir: Path) -> str:
