@@ -276,6 +276,22 @@ def test_an_image_that_breaks_after_preparation_is_named_and_its_answer_not_lear
     assert [record.getMessage().count("data.jsonl:2") for record in caplog.records] == [1]
 
 
+def test_an_image_that_was_replaced_by_one_of_another_size_is_refused_until_a_new_run_indexes_it(tmp_path, caplog):
+    for name in "ab":
+        picture(tmp_path / f"{name}.png")
+    write_lines(tmp_path, [{"image": f"{name}.png", "prompt": "q", "answer": "r"} for name in "ab"])
+    settings = config(tmp_path)
+    VisionTask().prepare(settings)
+    picture(tmp_path / "b.png", size=(640, 160))
+    inputs = VisionInputs(settings)
+    assert (inputs.train.batch_of([[0]]).target == -100).all()
+    assert "b.png has 640 x 160 pixels, but had 40 x 30 when it was indexed" in caplog.text
+    VisionTask().prepare(settings)
+    inputs = VisionInputs(settings)
+    assert inputs.train.items.grids(0) == [(4, 16)]
+    assert (inputs.train.batch_of([[0]]).target != -100).any()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

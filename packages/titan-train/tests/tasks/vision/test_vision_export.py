@@ -77,12 +77,27 @@ def filled(self, fqn, tensor, generator):
     tensor.normal_(1.0 if "norm" in fqn and fqn.endswith("weight") else 0.0, 0.1, generator=generator)
 
 
-@pytest.mark.parametrize("size", [(480, 640), (100, 3000), (37, 41), (5000, 5000), (1, 150), (64, 64), (17, 900)])
-def test_a_grid_is_that_of_transformers(size):
+@pytest.mark.parametrize("least", [4, 16])
+@pytest.mark.parametrize(
+    "size",
+    [
+        (480, 640),
+        (100, 3000),
+        (37, 41),
+        (5000, 5000),
+        (1, 150),
+        (64, 64),
+        (17, 900),
+        (1040, 1040),
+        (12, 600),
+        (600, 12),
+    ],
+)
+def test_a_grid_is_that_of_transformers(size, least):
     resize = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.smart_resize
     args = QWEN3_VL_CONFIGS["qwen3_vl_8b"]
-    wanted = resize(*size, factor=32, min_pixels=16 * 32**2, max_pixels=1024 * 32**2)
-    assert tuple(16 * side for side in fit_grid(*size, args, least=16, most=1024)) == wanted
+    wanted = resize(*size, factor=32, min_pixels=least * 32**2, max_pixels=1024 * 32**2)
+    assert tuple(16 * side for side in fit_grid(*size, args, least=least, most=1024)) == wanted
 
 
 @pytest.mark.parametrize(

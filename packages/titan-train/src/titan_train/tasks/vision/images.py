@@ -44,11 +44,14 @@ def fit_grid(height: int, width: int, args: EncoderArgs, *, least: int, most: in
     if max(height, width) > _MOST_ELONGATED * min(height, width):
         raise BrokenImage(f"{width} x {height} pixels are over {_MOST_ELONGATED} times as long as wide")
     cell = args.patch * args.merge
-    rows, columns = max(1, round(height / cell)), max(1, round(width / cell))
-    bound, to_whole = (most, math.floor) if rows * columns > most else (least, math.ceil)
-    if not least <= rows * columns <= most:
-        scale = math.sqrt(bound / (height * width))
-        rows, columns = max(1, to_whole(height * scale)), max(1, to_whole(width * scale))
+    rows, columns = round(height / cell), round(width / cell)
+    # the expressions of transformers' `smart_resize`, whose rounding decides at whole cells
+    if rows * columns > most:
+        beta = math.sqrt(height * width / (most * cell**2))
+        rows, columns = (max(1, math.floor(side / beta / cell)) for side in (height, width))
+    elif rows * columns < least:
+        beta = math.sqrt(least * cell**2 / (height * width))
+        rows, columns = (math.ceil(side * beta / cell) for side in (height, width))
     while rows * columns > most:  # a side of one cell cannot shrink, and rounding up overshoots close bounds
         rows, columns = (rows - 1, columns) if rows >= columns else (rows, columns - 1)
     return rows * args.merge, columns * args.merge
@@ -86,7 +89,18 @@ def image_size(path: str, *, most: int) -> tuple[int, int]:
         return _checked_size(image, path, most)
 
 
-def read_image(path: str, grid: tuple[int, int], args: EncoderArgs, *, most: int) -> Pixels:
+def changed_at(path: str) -> int:
+    """When an image file, or the tar shard that holds it, was last changed, in ns; 0 if it is not there."""
+    file = Path(path)
+    try:
+        return (_shard_of(file) or file).stat().st_ctime_ns  # a copy may have any st_mtime
+    except OSError:
+        return 0
+
+
+def read_image(
+    path: str, grid: tuple[int, int], args: EncoderArgs, *, most: int, size: tuple[int, int] | None = None
+) -> Pixels:
     """Decode an image file and resize it to a grid of patches.
 
     Args:
@@ -94,15 +108,21 @@ def read_image(path: str, grid: tuple[int, int], args: EncoderArgs, *, most: int
         grid: Rows and columns of patches.
         args: Of the model.
         most: Pixels of the file.
+        size: Height and width that it must have: those by which the grid was chosen.
 
     Returns:
         ``[rows * patch, columns * patch, 3]``.
 
     Raises:
-        BrokenImage: It cannot be decoded, or has more pixels.
+        BrokenImage: It cannot be decoded, has more pixels or another size.
     """
     with _opened(path) as image:
-        _checked_size(image, path, most)
+        found = _checked_size(image, path, most)
+        if size is not None and size != found:
+            raise BrokenImage(
+                f"{path} has {found[1]} x {found[0]} pixels, but had {size[1]} x {size[0]} when it was indexed. Put that image "
+                "back, or begin a new run, which indexes it anew"
+            )
         shown = as_shown(image).resize((grid[1] * args.patch, grid[0] * args.patch), resample=3)  # bicubic
         return np.asarray(shown, dtype=np.uint8)
 
@@ -141,7 +161,7 @@ def _opened(path: str) -> Any:
 def _stored(path: str) -> Generator[Any]:
     """A file, or ``member`` of ``shard.tar/member``."""
     file = Path(path)
-    shard = next((parent for parent in file.parents if parent.suffix == ".tar" and parent.is_file()), None)
+    shard = _shard_of(file)
     if shard is not None:
         about = shard.stat()
         members = _members(shard, about.st_mtime_ns, about.st_size)
@@ -156,6 +176,10 @@ def _stored(path: str) -> Generator[Any]:
         raise OSError("not a regular file")
     with file.open("rb") as content:
         yield content
+
+
+def _shard_of(file: Path) -> Path | None:
+    return next((parent for parent in file.parents if parent.suffix == ".tar" and parent.is_file()), None)
 
 
 @lru_cache(maxsize=1024)

@@ -4,8 +4,8 @@ Preparing reads the header of every image, in threads. An image that cannot be r
 left out, and named with the reason in ``quarantine.jsonl``. What is left becomes an index, with the grid of every image, so
 that the length of every document is known before training.
 
-Runs on the same files share the index. An image that was repaired gives a new one when the next run begins; runs that began
-before, and their branches, go on with theirs, which is kept under a name of what it holds.
+Runs on the same files share the index. An image that was repaired, or replaced by one of another size, gives a new one when the
+next run begins; runs that began before, and their branches, go on with theirs, which is kept under a name of what it holds.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,16 @@ from titan_train.files import read_text, write_atomic
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.run_folder import newest_checkpoint, run_folder
 from titan_train.tasks.image_files import BrokenImage, read_json_lines
-from titan_train.tasks.vision.images import FloatArray, Pixels, fit_grid, image_size, read_image, thumbnail, to_patches
+from titan_train.tasks.vision.images import (
+    FloatArray,
+    Pixels,
+    changed_at,
+    fit_grid,
+    image_size,
+    read_image,
+    thumbnail,
+    to_patches,
+)
 from titan_train.tasks.vision.rows import Grid
 
 _THUMBNAIL = 96  # pixels
@@ -44,12 +53,14 @@ class Line:
     answer: str
     images: list[str]
     grids: list[Grid]
+    sizes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Height and width of each image; empty in indexes of earlier versions."""
 
 
 def prepare_index(config: Config, args: EncoderArgs, *, again: bool = False) -> Path:
     """Read the files and index their usable lines, unless that is done; the index's file.
 
-    With ``again``, it is done anew for a new run if an image in quarantine can be read by now.
+    With ``again``, it is done anew for a new run if an image in quarantine can be read by now, or one in the index was replaced.
 
     Raises:
         ValueError: A file or a line is not what it should be, or nothing is usable.
@@ -65,7 +76,9 @@ def prepare_index(config: Config, args: EncoderArgs, *, again: bool = False) -> 
     again = again and began is None
 
     def done() -> bool:
-        return folder.state_path.is_file() and not (again and _repaired(config, args, files, folder))
+        if not folder.state_path.is_file():
+            return False
+        return not (again and (_repaired(config, args, files, folder) or _replaced(config, folder.state_path)))
 
     if not done():
         with folder.one_process():
@@ -107,6 +120,23 @@ def _repaired(config: Config, args: EncoderArgs, files: Sequence[Path], folder: 
     left_out = {(bad.get("file"), bad.get("line")) for _, _, bad in kept if isinstance(bad, dict)}
     tried = (line for file in files if left_out for line in _lines(file) if (str(line[0]), line[1]) in left_out)
     return any(isinstance(_measure(line, config, args), Line) for line in tried)
+
+
+def _replaced(config: Config, index: Path) -> bool:
+    """Whether an image has another size than the index says."""
+    since, most = index.stat().st_mtime_ns, config.vision.max_pixels
+
+    def replaced(text: str) -> bool:
+        line = _from_index(text)
+        with contextlib.suppress(BrokenImage):  # said when it is read
+            return any(
+                changed_at(path) >= since and image_size(path, most=most) != size
+                for path, size in zip(line.images, line.sizes, strict=False)
+            )
+        return False
+
+    with ThreadPoolExecutor(config.vision.threads) as pool:
+        return any(pool.map(replaced, read_text(index).splitlines()))
 
 
 def _index(config: Config, args: EncoderArgs, files: Sequence[Path], folder: PreparedFolder[str]) -> list[str]:
@@ -162,9 +192,10 @@ class IndexedLines:
 
     def patches(self, item: int) -> list[FloatArray]:
         line = self._lines[item]
+        sizes = line.sizes or [None] * len(line.images)
         return [
-            to_patches(read_image(path, grid, self._args, most=self._max_pixels), self._args)
-            for path, grid in zip(line.images, line.grids, strict=True)
+            to_patches(read_image(path, grid, self._args, most=self._max_pixels, size=size), self._args)
+            for path, grid, size in zip(line.images, line.grids, sizes, strict=True)
         ]
 
     def thumbnail(self, item: int) -> Pixels:
@@ -234,9 +265,10 @@ def _measure(line: tuple[Path, int, int, dict[str, Any]], config: Config, args: 
         ]
     except BrokenImage as err:
         return BadDocument(str(file), number, byte, "bad_image", str(err), b"")
-    return Line(f"{file}:{number}", value["prompt"], value["answer"], images, grids)
+    return Line(f"{file}:{number}", value["prompt"], value["answer"], images, grids, sizes)
 
 
 def _from_index(text: str) -> Line:
     value = json.loads(text)
-    return Line(**value | {"grids": [(int(rows), int(columns)) for rows, columns in value["grids"]]})
+    pairs = {name: [(int(a), int(b)) for a, b in value.get(name, ())] for name in ("grids", "sizes")}
+    return Line(**value | pairs)
