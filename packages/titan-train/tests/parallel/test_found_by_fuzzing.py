@@ -29,6 +29,14 @@ def test_losses_over_a_row_are_refused_where_context_parallelism_joins_rows(loss
     check(2, **model, train={"global_batch": 4, "microbatch": 2}, data={"document_mask": False})
 
 
+def test_a_mask_of_documents_that_vision_would_not_heed_is_refused() -> None:
+    """Without it, a balance loss under context parallelism was let through, though rows were joined all the same."""
+    model = {"model": {"name": "qwen3_vl_moe_debug", "seq_len": 64}, "parallel": {"cp": 2}}
+    for masked, reason in ((False, r"Leave data\.document_mask=true"), (True, r"train\.microbatch=1")):
+        with pytest.raises(ValueError, match=reason):
+            check(2, **model, train={"global_batch": 4, "microbatch": 2}, data={"document_mask": masked})
+
+
 def test_selective_checkpointing_may_keep_the_products_of_asynchronous_tensor_parallelism(folder: str) -> None:
     """The ring added what it received into a product that was kept for backward: an error in backward."""
     sections = {"parallel": {"tp": 2, "async_tp": True}}

@@ -68,8 +68,13 @@ class VisionTask(Task):
         return max(build_tokenizer(config.tokenizer, config.data).vocab_size, images + 1)
 
     def check(self, config: Config, model: nn.Module) -> None:
-        """Refuse sequence parallelism, and image tokens that are tokens of text."""
+        """Refuse sequence parallelism, rows without a mask of documents, and image tokens that are tokens of text."""
         args, parallel = _args(config), config.parallel
+        if not config.data.document_mask:
+            raise ValueError(
+                "data.document_mask=false: documents with images never see each other in a row: it would change nothing. Leave "
+                "data.document_mask=true."
+            )
         if parallel.tp > 1 and parallel.sequence_parallel:
             raise ValueError(
                 f"parallel.tp={parallel.tp} with sequence_parallel: the patches of images are not split over tensor-parallel "
