@@ -82,6 +82,22 @@ def test_a_swap_that_some_ranks_refuse_is_refused_on_all_and_changes_nothing():
     assert len(set(ThreadHub(3).run(refuses))) == 1
 
 
+def test_a_rank_that_cannot_run_its_schedule_stops_the_others_at_once():
+    """The middle one of three ranks holds other stages than the schedule gives it."""
+    schedule = build_schedule("1f1b", 3, 3)
+
+    def build(transport):
+        stages = stages_for(schedule, 0 if transport.rank == 1 else transport.rank)
+        began = time.monotonic()
+        with pytest.raises((ValueError, PipelineAborted), match="rank 1 holds stages") as got:
+            Executor(schedule, stages, transport, hang_timeout_s=45)
+        return got.type, time.monotonic() - began
+
+    kinds, took = zip(*ThreadHub(3).run(build), strict=True)
+    assert kinds == (PipelineAborted, ValueError, PipelineAborted)
+    assert max(took) < 5
+
+
 def test_a_swapped_schedule_is_not_measured_by_the_step_before():
     """The program of the last rank is the same in both schedules."""
     schedule, gpipe = build_schedule("1f1b", 2, 4), build_schedule("gpipe", 2, 4)

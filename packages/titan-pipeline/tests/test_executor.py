@@ -330,9 +330,8 @@ def test_wrong_batches_and_stages_are_refused_with_what_to_do():
     schedule = build_schedule("1f1b", 2, 4)
     layers = build_layers(2)
     stage = TorchStage(layers[0], 0, loss=loss_sum)
-    hub = ThreadHub(2)
     with pytest.raises(ValueError, match=r"puts \[0\] on it"):
-        Executor(schedule, [TorchStage(layers[1], 1)], hub.transport(0))
+        ThreadHub(2).run(lambda transport: Executor(schedule, [TorchStage(layers[1], 1)], transport))
     with pytest.raises(ValueError, match="transport has 1"):
         Executor(schedule, [stage])
     one = build_schedule("gpipe", 1, 4)

@@ -72,6 +72,7 @@ class Executor:
         ValueError: If the stages are not those of this rank, the transport has another number of ranks, or a tied
             weight names a stage or parameter that does not exist.
         ScheduleError: If the schedule cannot run.
+        PipelineAborted: If it is another rank that found one of these.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Executor:
         self.deferred: DeferredWork | None = None
         """How much of the weight gradients waits for W actions, and the bubble that follows; None for a schedule that
         does not split backwards. A forecast, made when the schedule is set; stages report what happened."""
-        self._check(schedule)
+        self._check_or_refuse(schedule)
         self._use(schedule)
 
     def swap(self, schedule: Schedule) -> None:
@@ -124,13 +125,17 @@ class Executor:
             ScheduleError: If the schedule cannot run.
             PipelineAborted: If another rank's stages do not fit the schedule that was given there.
         """
+        self._check_or_refuse(schedule)
+        self._use(schedule)
+
+    def _check_or_refuse(self, schedule: Schedule) -> None:
+        """Raise on all ranks if this rank cannot run the schedule: the others may have found nothing wrong."""
         try:
             self._check(schedule)
         except ValueError as err:
-            with self._meeting():  # the other ranks may have found nothing wrong
+            with self._meeting():
                 refuse(self.transport, err)
             raise
-        self._use(schedule)
 
     def _check(self, schedule: Schedule) -> None:
         """Raise if this rank cannot run the schedule."""
