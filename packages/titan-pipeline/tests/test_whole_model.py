@@ -258,6 +258,46 @@ def test_a_stage_can_be_copied_moved_and_loaded():
     assert torch.equal(out, model(*inputs[0]))
 
 
+class Typed(Odd):
+    """Makes tensors of the data type that its first module returns."""
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        one = torch.ones((), dtype=x.dtype).expand(x.shape[-1])
+        for block in self.blocks:
+            x = block(x, skip=one)
+        return x
+
+
+def test_a_stage_that_has_run_can_be_moved_to_another_data_type():
+    model, ids = Typed(), odd_data(1)[1][0]
+    parts = split(model, "1f1b", 3, example=ids)
+    out = ids
+    for stage in parts.modules:
+        out = stage.bfloat16()(out)
+    assert torch.equal(out, model.bfloat16()(ids))
+
+
+def test_a_recurrent_layer_of_another_stage_can_be_asked_for_its_memory():
+    """As ``to`` does, on a GPU."""
+
+    class Recurrent(Odd):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(12, 12)
+
+        def forward(self, ids):
+            x = self.lstm(self.tokens(ids))[0]
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model, ids = Recurrent(), odd_data(1)[1][0]
+    first, last = split(model, "1f1b", 2, example=ids).modules
+    assert last.lstm.weight_ih_l0.data_ptr() == 0
+    assert torch.equal(last(first(ids)), model(ids))
+
+
 class Trimmed(Odd):
     """Its first module says where the padding begins, and leaves padding out."""
 

@@ -144,6 +144,10 @@ class StagePlace:
         memo[id(self)] = made
         return made
 
+    def forget_shapes(self) -> None:
+        """What modules of other stages return may have another data type or device from now on."""
+        self._shapes.clear()
+
     # --- the run of one microbatch ---
 
     def run(self, plain: Callable[..., Any], args: tuple[Any, ...], extra: dict[str, Any]) -> Any:
@@ -276,6 +280,8 @@ class StagePlace:
     def operate(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `AbsentOwner`: run it on values in the stage's own part, note it down before."""
         name = getattr(func, "__name__", "")
+        if name == "data_ptr" and not self._running:  # asked by recurrent layers that are moved: there is no memory
+            return 0
         in_place = changes_in_place(name)
         own = self._running and not self._before and not self._shaping
         if own or name in _NEED_VALUES or (in_place and type(args[0]) is not Absent):
@@ -461,7 +467,8 @@ class StageRoot:
         return place.run(cast(Any, super()).forward, args, extra)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Absent tensors follow the others to another device or data type."""
+        """Absent tensors follow the others to another device or data type, and so does what modules return."""
+        cast(tuple[StagePlace, str], self.__dict__["_pipeline_site"])[0].forget_shapes()
         for module in cast(nn.Module, self).modules():
             for name, tensor in list(module.__dict__.items()):
                 if type(tensor) is Absent:
