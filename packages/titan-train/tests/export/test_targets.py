@@ -237,6 +237,7 @@ def test_a_package_of_a_mixture_of_experts_computes_what_the_run_computes(folder
     run_dir = trained(folder, "qwen3_moe_debug")
     checks = export_run(run_dir, tmp_path / "model", to=["aoti"], dtype="fp32")["aoti"]
     assert [check.name for check in checks] == ROWS
+    assert json.loads((tmp_path / "model" / "export.json").read_text())["seq_len"] == 64  # what `eval` reads at once
 
 
 def test_dcp_is_read_by_torch(folder: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A run's model as an AOTInductor package: compiled ahead of time, run from Python or C++ without the model's code.
 
     model.pt2      two entries: "prefill" for two tokens and more, "decode" for one
-    export.json    how the caches look
+    export.json    how the caches look, and the length that the model was trained on
 
 Both entries take tokens ``[B, S]``, positions ``[B, S]`` and the caches of every layer (keys, values, keys, ...), and return
 the logits and the caches. B, S and T are free. A package is built for one kind of processor and one version of torch, and
@@ -22,8 +22,14 @@ from titan_train.models.traits import traits_of
 _FILE = "model.pt2"
 
 
-def write_aoti(folder: Path, model: nn.Module, *, step: int) -> None:
-    """Compile the package into a new folder. ``model`` is taken over; the package runs where it is.
+def write_aoti(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> None:
+    """Compile the package into a new folder. It runs where ``model`` is.
+
+    Args:
+        folder: The folder.
+        model: Taken over.
+        step: The checkpoint's.
+        seq_len: The length that the model was trained on.
 
     Raises:
         ValueError: There is no C++ compiler.
@@ -41,7 +47,7 @@ def write_aoti(folder: Path, model: nn.Module, *, step: int) -> None:
     folder.mkdir(parents=True)
     files = {"prefill": _compile(stepped, 3), "decode": _compile(stepped, 1)}
     package_aoti(str(folder / _FILE), files)
-    write_description(folder, stepped.shape, max_positions=limit, step=step, torch=torch.__version__)
+    write_description(folder, stepped.shape, max_positions=limit, seq_len=seq_len, step=step, torch=torch.__version__)
 
 
 def _compile(stepped: StepModel, seq_len: int) -> Any:

@@ -256,7 +256,7 @@ def _write(target: Target, folder: Path, job: Job) -> None:
     elif target == "aoti":
         from titan_train.export.aoti_folder import write_aoti
 
-        write_aoti(folder, unwrap(job.model()), step=run.step)
+        write_aoti(folder, unwrap(job.model()), step=run.step, seq_len=run.config.model.seq_len)
     else:
         from titan_train.export.dcp_folder import write_dcp
 
