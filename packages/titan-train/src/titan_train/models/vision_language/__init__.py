@@ -4,8 +4,9 @@
 - `decoder`: what gives features to a decoder in the place of tokens, and the models of every family.
 - `args`: their arguments, and the shipped Qwen3-VL models. `hf`: Qwen3-VL's checkpoints on Hugging Face.
 
-Every shipped configuration of another text family has one with an encoder before it: ``llama3_8b`` is ``llama3_8b_vl``. Its
-encoder is that of Qwen3-VL; a debug model has a tiny one. Qwen3, dense and with experts, has the published form.
+Every shipped configuration of Llama, GPT and DeepSeek has one with an encoder before it: ``llama3_8b`` is ``llama3_8b_vl``. Its
+encoder is that of Qwen3-VL; a debug model has a tiny one. Of Qwen3, dense and with experts, there are the published Qwen3-VL
+models; of Qwen3-Next there is none.
 """
 
 from dataclasses import asdict
