@@ -408,6 +408,7 @@ def test_a_broken_image_is_named_and_left_out_where_that_is_asked_for(pipeline, 
 
     Image.new("RGB", (31, 99)).save(tmp_path / "photos" / "small.png")
     jsonl.write_text(jsonl.read_text() + '{"image": "small.png", "text": "a"}\n')
+    jsonl.write_text(jsonl.read_text() + '{"image": "001.png", "text": "half \\ud83d"}\n')
     sections = tree(tmp_path, pipeline)
     config = parse_config(sections)
     with pytest.raises(ValueError, match=r"images\.jsonl, line 4, .*003\.png: UnidentifiedImageError"):
@@ -419,10 +420,11 @@ def test_a_broken_image_is_named_and_left_out_where_that_is_asked_for(pipeline, 
     lenient = parse_config(sections | {"data": sections["data"] | {"on_error": "quarantine", "max_bad_fraction": 0.5}})
     load_task(lenient).prepare(lenient, quiet=True)
     prepared = json.loads((tmp_path / "kept" / "prepared.json").read_text())
-    assert (sum(prepared["samples"].values()), prepared["bad"], prepared["small"]) == (5, 3, 1)
+    assert (sum(prepared["samples"].values()), prepared["bad"], prepared["small"]) == (5, 4, 1)
     reasons = (tmp_path / "kept" / "quarantine.jsonl").read_text()
-    assert reasons.count("\n") == 3
+    assert reasons.count("\n") == 4
     assert "absent.png" in reasons
+    assert "half of a character" in reasons
 
 
 def test_a_preparation_that_failed_in_its_first_block_begins_again_in_its_folder(pipeline, tmp_path):
@@ -526,12 +528,21 @@ def test_prepare_and_run_train_on_shards_and_sample_through_the_autoencoder_with
         ({"encoders": "black-forest-labs/FLUX.1-dev"}, "Name a folder on this machine .* nothing is fetched"),
         ({"images": "nowhere/*.jsonl"}, "matches no file"),
         ({"latent_scale": 0.0}, "latent_scale=0.0 must be above 0"),
+        ({"latent_shift": 0.1159}, r"scaled the latents of diffusion\.path=.* already"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message, pipeline, tmp_path):
     with pytest.raises(ValueError, match=message):  # noqa: PT012
         config = parse_config(tree(tmp_path, pipeline, **settings))
         load_task(config).prepare(config, quiet=True)
+
+
+def test_latents_that_were_prepared_are_not_scaled_again(tmp_path):
+    sections = tree(tmp_path, tmp_path, images="", encoders="", latent_scale=0.3611)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "prepared.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"latent_scale=0\.3611 .* scaled twice\. Remove both"):
+        load_task(parse_config(sections)).open(parse_config(sections))
 
 
 def test_encoders_that_do_not_fit_the_model_are_refused_with_what_to_set(pipeline, tmp_path):

@@ -19,7 +19,7 @@ from titan_train.tasks.diffusion.flow import FloatArray
 from titan_train.tasks.diffusion.shapes import CHANNELS, ShapeFeatures, caption_text, score, to_image
 from titan_train.tasks.diffusion.shards.encoders import Encoders, check_encoders
 from titan_train.tasks.diffusion.shards.features import SampleSizes, ShardFeatures, list_shards, unpack
-from titan_train.tasks.diffusion.shards.prepare import check_complete, prepare_shards
+from titan_train.tasks.diffusion.shards.prepare import check_complete, is_prepared, prepare_shards
 
 if TYPE_CHECKING:
     from titan_train.config.diffusion import DiffusionConfig
@@ -73,6 +73,7 @@ def check_source(config: Config, args: FluxArgs) -> None:
                 f"model.args.in_channels={args.in_channels} is not a multiple of 4: a token is 2 x 2 places of a latent. Use "
                 f"{max(1, round(args.in_channels / 4)) * 4}."
             )
+        _check_scaled_once(diffusion)
         if diffusion.sample_images and not diffusion.encoders:
             raise ValueError(
                 f"diffusion.sample_images={diffusion.sample_images} needs diffusion.encoders: the folder whose vae decodes "
@@ -197,6 +198,16 @@ def decode_latents(encoders: Encoders, config: "DiffusionConfig", latents: npt.N
         pixels = encoders.decode(torch.from_numpy(latent.astype(np.float32))[None])[0]
         found.append(pixels.permute(1, 2, 0).cpu().numpy())
     return found
+
+
+def _check_scaled_once(diffusion: "DiffusionConfig") -> None:
+    own = diffusion.latent_scale == 1.0 and diffusion.latent_shift == 0.0
+    if not own and (diffusion.images or is_prepared(Path(diffusion.path).expanduser())):
+        raise ValueError(
+            f"diffusion.latent_scale={diffusion.latent_scale} and latent_shift={diffusion.latent_shift}: `titan-train data "
+            f"prepare` has scaled the latents of diffusion.path={diffusion.path!r} already; they would be scaled twice. Remove both "
+            "settings."
+        )
 
 
 def _sizes(diffusion: "DiffusionConfig", args: FluxArgs) -> SampleSizes:

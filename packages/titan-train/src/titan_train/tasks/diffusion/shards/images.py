@@ -104,6 +104,9 @@ def _of_lines(path: Path) -> Iterator[Captioned | BadDocument]:
             detail = f" ({entry})" if isinstance(entry, ValueError) else ""
             yield _bad(path, number, byte, f'not an object with the strings "image" and "text"{detail}')
             continue
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            yield _bad(path, number, byte, 'its "text" holds half of a character (a lone surrogate)')
+            continue
         found = path.parent / image
         try:
             if found.stat().st_size > _MOST_BYTES:

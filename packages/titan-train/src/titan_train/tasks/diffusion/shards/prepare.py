@@ -79,6 +79,11 @@ def prepare_shards(config: Config, sizes: SampleSizes, progress: ProgressCallbac
     return state
 
 
+def is_prepared(folder: Path) -> bool:
+    """Whether the shards of a folder were made here."""
+    return _folder(folder).state_path.is_file()
+
+
 def check_complete(folder: Path) -> None:
     """Refuse shards whose preparation has not ended.
 
