@@ -23,7 +23,9 @@ class VisionConfig:
     max_image_tokens: int = 1024
     """Larger images are reduced to as many tokens."""
 
-    max_pixels: Count = 50_000_000
+    max_pixels: Annotated[int, Range(1, 178_956_970, note="Pillow opens no larger image: reduce such images first")] = (
+        50_000_000
+    )
     """Image files with more pixels are quarantined, before they are decoded."""
 
     threads: Count = 4

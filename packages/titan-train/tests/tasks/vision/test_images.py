@@ -319,6 +319,13 @@ def test_a_file_of_too_many_pixels_is_not_decoded(tmp_path):
             use()
 
 
+def test_a_limit_of_pixels_that_pillow_does_not_reach_is_refused(tmp_path):
+    most = 2 * Image.MAX_IMAGE_PIXELS
+    assert config(tmp_path, max_pixels=most).vision.max_pixels == most
+    with pytest.raises(ValueError, match=f"at most {most}; Pillow opens no larger image"):
+        config(tmp_path, max_pixels=most + 1)
+
+
 def test_image_tokens_that_are_bytes_are_refused(tmp_path):
     settings = config(tmp_path)
     broken = parse_config(
