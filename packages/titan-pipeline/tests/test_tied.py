@@ -18,7 +18,9 @@ from titan_pipeline.runtime import (  # noqa: E402
     find_tied_weights,
     split_layers,
 )
+from titan_pipeline.runtime.stage.tied import tied_parameter  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 
 WIDTH, VOCABULARY = 8, 11
 V_SCHEDULES = [name for name, family in FAMILIES.items() if family.chunks == (2, 2)]
@@ -142,6 +144,47 @@ def test_ties_by_hand_with_copies_on_one_rank_are_summed():
     for grads, _ in pipelined(schedule, copies, tied, inputs, targets):
         for (stage, parameter), (grad, _) in grads.items():
             torch.testing.assert_close(grad, expected[stage][parameter], rtol=0, atol=ORDER_OF_SUMMATION)
+
+
+class Replica(nn.Module):
+    """Names parameters as DistributedDataParallel does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def recomputed(module):
+    for name, child in module.named_children():
+        module.set_submodule(name, checkpoint_wrapper(child))
+    return module
+
+
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), recomputed, Replica])
+def test_ties_that_were_found_before_the_stages_were_wrapped_hold(wrap):
+    schedule = build_schedule("1f1b", 2, 2)
+    stages = build_model(2, [0, 1])
+    tied = find_tied_weights(stages)
+    inputs, targets = batch(2)
+    expected = one_process(copy.deepcopy(stages), inputs, targets, sum(t.numel() for t in targets))
+    wrapped = [wrap(stage) for stage in stages]
+    assert tied[0].names[0] not in dict(wrapped[0].named_parameters())
+    for grads, norm in pipelined(schedule, wrapped, tied, inputs, targets):
+        assert norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in unique(expected, tied))), rel=1e-12)
+        for (stage, parameter), (grad, _) in grads.items():
+            plain = [p for p in parameter.split(".") if p not in ("_orig_mod", "_checkpoint_wrapped_module", "module")]
+            wanted = expected[stage][".".join(plain)]
+            torch.testing.assert_close(grad, wanted, rtol=0, atol=ORDER_OF_SUMMATION)
+
+
+def test_a_name_that_two_parameters_have_inside_wrappers_is_refused():
+    stage = Replica(nn.ModuleDict({"a": nn.Linear(2, 2), "module": nn.ModuleDict({"a": nn.Linear(2, 2)})}))
+    weight = TiedWeight({0: "a.weight", 1: "a.weight"})
+    with pytest.raises(ValueError, match="stage 0 has more than one parameter"):
+        tied_parameter(weight, 0, stage)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titan_pipeline.runtime.executor import Executor
+from titan_pipeline.runtime.stage.tied import tied_parameter
 
 
 def clip_grad_norm(executor: Executor, max_norm: float, *, skip: Iterable[Tensor] = ()) -> float:
@@ -145,9 +146,7 @@ def _parameters(executor: Executor, skip: Iterable[Tensor]) -> list[Tensor]:
     left_out = {id(p) for p in skip}
     for weight in executor.tied:
         first, *others = sorted(weight.names)
-        here = {
-            s: id(_module(executor, s).get_parameter(weight.names[s])) for s in weight.names if s in executor.stages
-        }
+        here = {s: id(tied_parameter(weight, s, _module(executor, s))) for s in weight.names if s in executor.stages}
         left_out |= {here[s] for s in others if s in here and here[s] != here.get(first)}
     return [p for p in _all_parameters(executor) if p.grad is not None and id(p) not in left_out]
 

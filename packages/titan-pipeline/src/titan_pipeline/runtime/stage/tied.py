@@ -12,6 +12,7 @@ must be sharded alike.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan_pipeline.runtime.transport.base import Transport
 from titan_pipeline.runtime.transport.messages import Key, PeerFailure, PipelineAborted
+
+_WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""What DistributedDataParallel, compilation and recomputation add to the names of what they wrap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class TiedWeight:
     """
 
     names: Mapping[int, str]
-    """Stage → name of the parameter in that stage's module."""
+    """Stage → name of the parameter in that stage's module, wrapped or not."""
 
     def __post_init__(self) -> None:
         if len(self.names) < 2:
@@ -44,7 +48,7 @@ class TiedWeight:
 def find_tied_weights(modules: Sequence[nn.Module]) -> list[TiedWeight]:
     """The parameters that several stages of a model hold as one object.
 
-    Call it before parameters are copied, moved or wrapped, which ends the identity.
+    Call it before parameters are copied, moved or wrapped, which ends the identity; the names hold for wrapped modules too.
 
     Args:
         modules: All stages of the model, in order.
@@ -65,14 +69,33 @@ def check_ties(tied: Sequence[TiedWeight], stages: Mapping[int, Any], num_stages
                 f"the tied weight {dict(weight.names)} names stages {outside}, but the schedule has stages 0 to "
                 f"{num_stages - 1}. Use the stage numbers of this schedule."
             )
-        for stage, name in weight.names.items():
-            if stage in stages and name not in dict(stages[stage].module.named_parameters(remove_duplicate=False)):
-                raise ValueError(
-                    f"stage {stage} has no parameter {name!r}, which a tied weight names. Give the name as in "
-                    "module.named_parameters()."
-                )
-        _check_frozen(weight, {s: _parameter(weight, stages, s).requires_grad for s in weight.names if s in stages})
+        _check_frozen(
+            weight, {s: tied_parameter(weight, s, stages[s].module).requires_grad for s in weight.names if s in stages}
+        )
     _check_wrapped(stages)
+
+
+def tied_parameter(weight: TiedWeight, stage: int, module: nn.Module) -> Tensor:
+    """The parameter that a tied weight names in a stage, under the name of before or after the module was wrapped.
+
+    Raises:
+        ValueError: If there is none, or several have the name but for the wrappers' parts of it.
+    """
+    name = weight.names[stage]
+    with suppress(AttributeError):
+        return module.get_parameter(name)
+    named = module.named_parameters(remove_duplicate=False)
+    found = {id(p): p for n, p in named if _without_wrappers(n) == _without_wrappers(name)}
+    if len(found) != 1:
+        raise ValueError(
+            f"stage {stage} has {'no' if not found else 'more than one'} parameter {name!r}, which a tied weight names. Give "
+            "the name as in module.named_parameters()."
+        )
+    return next(iter(found.values()))
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _check_frozen(weight: TiedWeight, trained: Mapping[int, bool]) -> None:
@@ -108,7 +131,7 @@ def keep_one(tied: Sequence[TiedWeight], stages: Mapping[int, Any]) -> None:
     """Before a training step: let the first copy alone carry the gradient of the steps before."""
     for weight in tied:
         first, *others = sorted(weight.names)
-        held = {s: _parameter(weight, stages, s) for s in weight.names if s in stages}
+        held = {s: tied_parameter(weight, s, stages[s].module) for s in weight.names if s in stages}
         for s in others:
             if s in held and held[s] is not held.get(first):
                 parameter = held[s]
@@ -198,7 +221,7 @@ def _distinct_gradients(weight: TiedWeight, stages: Mapping[int, Any]) -> dict[i
     for s in sorted(weight.names):
         if s not in stages:
             continue
-        parameter = _parameter(weight, stages, s)
+        parameter = tied_parameter(weight, s, stages[s].module)
         if id(parameter) in seen or not parameter.requires_grad:
             grads[s] = None
             continue
@@ -208,10 +231,6 @@ def _distinct_gradients(weight: TiedWeight, stages: Mapping[int, Any]) -> dict[i
         grad = parameter.grad
         grads[s] = grad.to_local() if isinstance(grad, DTensor) else grad
     return grads
-
-
-def _parameter(weight: TiedWeight, stages: Mapping[int, Any], stage: int) -> Tensor:
-    return stages[stage].module.get_parameter(weight.names[stage])
 
 
 def _receive(transport: Transport, source: int, key: Key) -> Tensor | None:
