@@ -291,3 +291,25 @@ def test_no_source_file_unpickles():
     words = ("pickle.load", "Unpickler", "_object(", "_object_list(", "import pickle", "marshal")
     found = [f"{path.name}: {word}" for path in root.rglob("*.py") for word in words if word in path.read_text()]
     assert not found
+
+
+class Named(dict):
+    """A dict that is made from something else."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+
+@pytest.mark.parametrize("metrics", [collections.defaultdict(list), Named("rows"), collections.Counter()])
+def test_metrics_may_be_any_kind_of_dict(metrics):
+    def loss(output, target):
+        metrics["sums"] = [output.sum()]
+        return output.sum(), metrics
+
+    executor = Executor(build_schedule("gpipe", 1, 1), [TorchStage(nn.Linear(4, 4), 0, loss=loss)])
+    (got,) = executor.step([torch.ones(2, 4)], [0]).metrics
+    assert type(got) is type(metrics)
+    assert vars(got) == vars(metrics) if hasattr(metrics, "__dict__") else got.default_factory is list
+    assert metrics["sums"][0].requires_grad
+    assert not got["sums"][0].requires_grad

@@ -10,6 +10,7 @@ imported by name. Whatever else a stage returns is refused by the rank that woul
 """
 
 import collections
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -82,8 +83,13 @@ def rebuilt(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
         names = [f.name for f in dataclasses.fields(value) if f.init]
         return dataclasses.replace(value, **{n: rebuilt(getattr(value, n), kind, by) for n in names})
     if isinstance(value, Mapping):
-        items = cast(Mapping[Any, Any], value).items()
-        return cast(Any, type(value))({k: rebuilt(v, kind, by) for k, v in items})
+        items = {k: rebuilt(v, kind, by) for k, v in cast(Mapping[Any, Any], value).items()}
+        if not isinstance(value, dict):
+            return cast(Any, type(value))(items)
+        made = copy.copy(cast(dict[Any, Any], value))  # a defaultdict is not made from a dict
+        for k, v in items.items():
+            made[k] = v
+        return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return cast(Any, type(value))(*(rebuilt(v, kind, by) for v in cast(tuple[Any, ...], value)))
     if isinstance(value, tuple | list):
