@@ -1,7 +1,7 @@
 """Gradients, not parameters: AdamW hides a wrong scale, so a parameter comparison would pass with sum for mean."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -216,12 +216,12 @@ def test_stages_share_streams_and_keep_their_gradients() -> None:
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def run_unit_on_its_own_mesh() -> None:
+def run_unit_on_its_own_mesh(mode: Literal["fsdp", "hsdp"]) -> None:
     """The second block is sharded, and its gradient averaged, over pairs of ranks instead of all four."""
     world, rank = dist.get_world_size(), dist.get_rank()
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "within"))
-    policy = Policy(units=["layers.0", Unit("layers.1", mesh="experts")])
-    decided = plan(TinyLM(), mesh_for("fsdp"), policy, meshes={"experts": pairs["within"]})
+    policy = Policy(mode=mode, units=["layers.0", Unit("layers.1", mesh="experts")])
+    decided = plan(TinyLM(), mesh_for(mode), policy, meshes={"experts": pairs["within"]})
     model = materialize(decided.apply(TinyLM()), "cpu", fill)
     seen = verify(decided, model, lambda: step(model, 1, "sharded"))
     assert seen.ok, seen.report()
@@ -237,8 +237,9 @@ def run_unit_on_its_own_mesh() -> None:
         assert worst({n: got[n] for n in want}, want) <= TOLERANCE
 
 
-def test_a_unit_on_its_own_mesh_is_reduced_over_that_mesh() -> None:
-    run_ranks(run_unit_on_its_own_mesh, 4, timeout_s=150)
+@pytest.mark.parametrize("mode", ["fsdp", "hsdp"])
+def test_a_unit_on_its_own_mesh_is_reduced_over_that_mesh(mode: str) -> None:
+    run_ranks(run_unit_on_its_own_mesh, 4, mode, timeout_s=150)
 
 
 class Sharing(torch.nn.Module):

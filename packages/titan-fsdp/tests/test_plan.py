@@ -82,6 +82,14 @@ def test_explain_has_a_line_for_every_unit_and_the_steps_collectives() -> None:
     assert f"{step.all_reduce} all-reduce" in text
 
 
+def test_a_unit_is_reduced_over_replicas_where_its_own_mesh_has_them() -> None:
+    policy = Policy(mode="hsdp", units=[Unit("layers.*", mesh="experts")])
+    for own, each in (({"shard": 2}, 0), ({"shard": 2, "replicate": 1}, 1), ({"shard": 2, "replicate": 2}, 1)):
+        decided = plan(TinyLM(layers=3), {"shard": 4, "replicate": 2}, policy, meshes={"experts": own})
+        counted = [decided.collectives(mesh=mesh) for mesh in ("experts", None)]
+        assert [c and c.all_reduce for c in counted] == [each * 3, 1]
+
+
 def test_closed_forms_of_three_blocks_and_a_root() -> None:
     """The counts measured on torch's own wrapping: 2G-1, 2G and G all-gathers for G = 4."""
     model = TinyLM(layers=3)

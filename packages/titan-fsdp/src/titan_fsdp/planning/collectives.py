@@ -11,7 +11,8 @@ With G units, R of them freed after forward, m microbatches (shard group larger 
 
 Rk of the R are resharded to a number of ranks, which torch cannot suspend at run time: zero1 gathers them in every
 backward. In ddp mode nothing is gathered or scattered; the all-reduces are the reduce-scatter column. A unit without
-trainable parameters is never reduced. ``Comm(reduce_scatter="bf16")`` replaces each reduce-scatter by one all-to-all.
+trainable parameters is never reduced, and one on a 1-D mesh of its own is never all-reduced in hsdp mode.
+``Comm(reduce_scatter="bf16")`` replaces each reduce-scatter by one all-to-all.
 """
 
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def _reductions(plan: PlanData, unit: PlannedUnit, microbatches: int, keep: Accu
     elif unit.sizes.shard > 1:
         scattered = Collectives(reduce_scatter=1, reduce_scatter_bytes=size)
     reduced = Collectives()
-    if plan.policy.mode != "fsdp":
+    if plan.policy.mode == "ddp" or unit.sizes.replicated:
         reduced = Collectives(all_reduce=1, all_reduce_bytes=size // unit.sizes.shard)
     scatters = microbatches if keep in ("sharded", "hsdp-ar") else 1
     reduces = microbatches if keep == "sharded" else 1

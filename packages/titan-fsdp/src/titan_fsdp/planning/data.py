@@ -1,7 +1,7 @@
 """The plan as plain data: units with their parameters, the group sizes, and what they cost. No ranks, no tensors."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,8 @@ class Sizes:
 
     shard: int = 1
     replicate: int = 1
+    replicated: bool = field(default=False, compare=False, repr=False)
+    """Whether the mesh has an axis of replicas beside that of shards, be it of one rank: torch all-reduces over it."""
 
     @property
     def total(self) -> int:

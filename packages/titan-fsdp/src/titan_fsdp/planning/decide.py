@@ -21,7 +21,7 @@ def sizes_of(mesh: MeshOrSizes, mode: str | None) -> Sizes:
         if mesh.ndim == 1:
             sizes = Sizes(replicate=mesh.size()) if mode == "ddp" else Sizes(shard=mesh.size())
         elif mesh.ndim == 2:
-            sizes = Sizes(replicate=mesh.size(0), shard=mesh.size(1))
+            sizes = Sizes(replicate=mesh.size(0), shard=mesh.size(1), replicated=True)
         else:
             raise ValueError(
                 f"the mesh has {mesh.ndim} axes; give the 1-D data-parallel one or 2-D (replicate, shard)."
@@ -40,7 +40,7 @@ def sizes_of(mesh: MeshOrSizes, mode: str | None) -> Sizes:
         raise ValueError(
             f"sizes name {', '.join(sorted(unknown))}; only 'shard' and 'replicate' are data-parallel sizes."
         )
-    sizes = Sizes(**mesh)
+    sizes = Sizes(**mesh, replicated=mode == "hsdp" or (mode is None and "replicate" in mesh))
     for name, size in mesh.items():
         if size < 1:
             raise ValueError(f"sizes[{name!r}]={size} is not a number of ranks. Use 1 or more.")
