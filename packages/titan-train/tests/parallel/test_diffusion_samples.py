@@ -1,18 +1,24 @@
 """The images that validations sample are those of one process under every layout."""
 
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import composition
 import pytest
 import torch
+import torch.distributed as dist
 from composition import joined
 from test_diffusion import EVEN, TINY, filled
 from titan_testing import run_ranks
 from titan_train.config import parse_config
+from titan_train.config.parallel import ParallelConfig
 from titan_train.models.flux.model import Flux
+from titan_train.task import TaskInputs
 from titan_train.tasks.diffusion import task as diffusion
 from titan_train.train import Trainer
+from titan_train.train.whole_model import sample
 
 # 3 images and as many without their caption: 6 rows, which no number of microbatches below divides
 SAMPLED = joined(
@@ -84,3 +90,22 @@ def test_samples_under_a_layout_are_those_of_one_process(name, single, tmp_path)
     assert described[0] == described[1]
     assert (tmp_path / "runs" / "many" / "samples" / "step_00000002.png").is_file()
     assert torch.isfinite(alone[1]).all()
+
+
+def left(_):
+    """When this rank finished its part of a sample, and when it went on."""
+    finished = []
+
+    class Inputs(TaskInputs):
+        def sample(self, model, run_dir, step):
+            time.sleep(0.5 if dist.get_rank() == 0 else 0.0)  # it decodes and writes
+            finished.append(time.monotonic())
+
+    model = SimpleNamespace(parts=[torch.nn.Linear(1, 1)], context=None)
+    sample(Inputs(), model, None, ParallelConfig(), Path(), 1)
+    return finished[0], time.monotonic()
+
+
+def test_no_rank_goes_on_to_the_next_step_before_the_one_that_writes_samples(tmp_path):
+    (written, _), (_, other) = run_ranks(left, 2, tmp_path)
+    assert other >= written

@@ -5,6 +5,9 @@ import json
 import shutil
 import socket
 import tarfile
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +22,9 @@ from titan_train.tasks.diffusion.flow import generator
 from titan_train.tasks.diffusion.shards.encoders import Encoders
 from titan_train.tasks.diffusion.shards.features import SampleSizes, ShardFeatures, pack, unpack
 from titan_train.tasks.diffusion.shards.images import decode_image
+from titan_train.tasks.diffusion.shards.prepare import encoding_device
 from titan_train.tasks.diffusion.shards.shard import write_folder_shard, write_tar_shard, write_tensors
-from titan_train.tasks.diffusion.source import decode_latents
+from titan_train.tasks.diffusion.source import ShardGallery, decode_latents
 
 SIZES = SampleSizes(grid=2, channels=8, text_tokens=3, text_dim=5, pooled_dim=4)
 WRITE = {"folder": (write_folder_shard, "safetensors"), "webdataset": (write_tar_shard, "tar")}
@@ -366,6 +370,50 @@ def test_latents_of_any_autoencoder_and_raw_ones_are_decoded_as_they_were_encode
         (found,) = decode_latents(encoders, diffusion, pack(read.astype(np.float32))[None])
         # float32, scaled there and back
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-4)
+
+
+def test_encoders_compute_on_a_ranks_own_gpu_and_leave_its_memory(pipeline, tmp_path, monkeypatch):
+    tiny.write_images(tmp_path / "photos", 4)
+    config, weights, alive = parse_config(tree(tmp_path, pipeline)), [], []
+    load = Encoders.__init__
+
+    def loaded(self, folder, **options):
+        load(self, folder, **options)
+        weights.extend(weakref.ref(part) for part in (self._vae, self._t5, self._clip))
+
+    monkeypatch.setattr(Encoders, "__init__", loaded)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append([ref() for ref in weights]))
+    load_task(config).prepare(config, quiet=True)
+    assert alive == [[None] * 3]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert encoding_device(config) == torch.device("cpu")
+    config = replace(config, launch=replace(config.launch, device="auto"))
+    assert encoding_device(config) == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_samples_are_decoded_on_the_models_device_unless_it_is_full(full):
+    class Decoder:
+        def __init__(self):
+            self.places, self.decoded = [], []
+
+        def move_decoder(self, device):
+            self.places.append(torch.device(device).type)
+
+        def decode(self, latents):
+            self.decoded.append(self.places[-1])
+            if full and self.places[-1] == "cuda":
+                raise torch.OutOfMemoryError("full")
+            return torch.zeros(1, 3, 8, 8)
+
+    gallery = ShardGallery(SimpleNamespace(empty=None), DiffusionConfig(grid=2, text_tokens=3))
+    gallery.__dict__["_decoder"] = decoder = Decoder()
+    images = gallery.images(np.zeros((2, 4, 8), np.float32), torch.device("cuda"))
+    assert [image.shape for image in images] == [(8, 8, 3)] * 2
+    assert decoder.decoded == (["cuda", "cpu", "cpu"] if full else ["cuda"] * 2)
+    assert decoder.places[-1] == "cpu"
 
 
 def test_an_interrupted_preparation_continues_and_ends_with_the_same_bytes(pipeline, tmp_path, monkeypatch):

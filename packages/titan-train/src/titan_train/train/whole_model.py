@@ -103,7 +103,8 @@ def _rows(tensors: Sequence[Any], rows: int, first: int, each: int) -> tuple[Ten
 def sample(
     inputs: TaskInputs, model: ParallelModel, mesh: Mesh | None, parallel: ParallelConfig, run_dir: Path, step: int
 ) -> str | None:
-    """Let the task sample, where every rank can run the whole model forward. Collective.
+    """Let the task sample, where every rank can run the whole model forward. Collective: no rank goes on before the one that
+    writes, as the others would wait in the next step, whose time-out is short.
 
     Returns:
         What the task says to the person who watches; None if nothing was sampled.
@@ -120,7 +121,10 @@ def sample(
         torch.compiler.set_stance("force_eager"),
         _whole_logits(module, model, mesh, parallel),
     ):
-        return inputs.sample(module, run_dir, step)
+        text = inputs.sample(module, run_dir, step)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    return text
 
 
 def _whole_logits(

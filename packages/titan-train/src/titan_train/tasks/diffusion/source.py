@@ -37,8 +37,8 @@ class Gallery(Protocol):
         """The features of the first ``count`` captions; their latents are not used."""
         ...
 
-    def images(self, latents: npt.NDArray[np.float32]) -> list[FloatArray]:
-        """Images ``[side, side, 3]`` of about -1 to 1 from packed latents ``[count, I, C]``."""
+    def images(self, latents: npt.NDArray[np.float32], device: torch.device) -> list[FloatArray]:
+        """Images ``[side, side, 3]`` of about -1 to 1 from packed latents ``[count, I, C]``, computed on ``device``."""
         ...
 
     def describe(self, images: Sequence[FloatArray]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class ShapeGallery:
     def texts(self, count: int) -> list[Features]:
         return [Features(self.empty.latent, *self._items.text_of(item)) for item in self._numbers(count)]
 
-    def images(self, latents: npt.NDArray[np.float32]) -> list[FloatArray]:
+    def images(self, latents: npt.NDArray[np.float32], device: torch.device) -> list[FloatArray]:
         return [to_image(tokens) for tokens in latents]
 
     def describe(self, images: Sequence[FloatArray]) -> dict[str, Any]:
@@ -171,8 +171,16 @@ class ShardGallery:
     def texts(self, count: int) -> list[Features]:
         return [self._items.read(item, seed=0, sample=item) for item in self._numbers(count)]
 
-    def images(self, latents: npt.NDArray[np.float32]) -> list[FloatArray]:
-        return decode_latents(self._decoder, self._config, latents)
+    def images(self, latents: npt.NDArray[np.float32], device: torch.device) -> list[FloatArray]:
+        decoder = self._decoder
+        try:
+            decoder.move_decoder(device)
+            return decode_latents(decoder, self._config, latents)
+        except torch.OutOfMemoryError:  # the model in training leaves too little
+            decoder.move_decoder("cpu")
+            return decode_latents(decoder, self._config, latents)
+        finally:
+            decoder.move_decoder("cpu")
 
     def describe(self, images: Sequence[FloatArray]) -> dict[str, Any]:
         return {"images": len(images), "captions": self._items.captions(self._numbers(len(images)))}
@@ -205,8 +213,8 @@ def _check_scaled_once(diffusion: "DiffusionConfig") -> None:
     if not own and (diffusion.images or is_prepared(Path(diffusion.path).expanduser())):
         raise ValueError(
             f"diffusion.latent_scale={diffusion.latent_scale} and latent_shift={diffusion.latent_shift}: `titan-train data "
-            f"prepare` has scaled the latents of diffusion.path={diffusion.path!r} already; they would be scaled twice. Remove both "
-            "settings."
+            f"prepare` has scaled the latents of diffusion.path={diffusion.path!r} already; they would be scaled twice. Remove "
+            "both settings."
         )
 
 

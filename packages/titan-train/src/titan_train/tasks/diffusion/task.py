@@ -145,7 +145,7 @@ class DiffusionInputs(TaskInputs):
         )
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
             return None
-        images = gallery.images(latents.cpu().numpy())
+        images = gallery.images(latents.cpu().numpy(), computes_on(model))
         folder = run_dir / SAMPLES_FOLDER
         write_png(folder / f"step_{step:08}.png", image_grid(images, columns=8, zoom=gallery.zoom))
         found = {"step": step, **gallery.describe(images)}

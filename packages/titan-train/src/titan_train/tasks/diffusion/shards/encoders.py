@@ -71,6 +71,11 @@ class Encoders:
         self.factor = 2 ** (len(self._vae.config.block_out_channels) - 1)
         """Pixels along one side of a latent place."""
 
+    def move_decoder(self, device: torch.device | str) -> None:
+        """Decode there from now on; of encoders that were loaded without those of texts."""
+        self._device = torch.device(device)
+        self._vae.to(self._device)
+
     @torch.no_grad()
     def encode_texts(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Features ``[B, T, text_dim]`` and pooled features ``[B, pooled_dim]``, float32 on the CPU."""

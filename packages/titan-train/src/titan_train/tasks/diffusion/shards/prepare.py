@@ -7,6 +7,8 @@ after each block. A killed preparation continues with the next block and ends wi
 An image is held out by a hash of its caption (``data.validation_fraction``): equal captions never land on both sides.
 """
 
+import gc
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -76,12 +78,21 @@ def prepare_shards(config: Config, sizes: SampleSizes, progress: ProgressCallbac
         if state.complete:
             return None
         _Preparation(config, sizes, prepared, files, state, progress).run(encoders)
+    gc.collect()  # a launcher lives as long as the run, on a GPU of its ranks
+    torch.cuda.empty_cache()
     return state
 
 
 def is_prepared(folder: Path) -> bool:
     """Whether the shards of a folder were made here."""
     return _folder(folder).state_path.is_file()
+
+
+def encoding_device(config: Config) -> torch.device:
+    """Where encoders compute: on a rank's own GPU, on the first one where no rank has begun."""
+    if config.launch.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def check_complete(folder: Path) -> None:
@@ -131,8 +142,7 @@ class _Preparation:
 
     def run(self, folder: Path) -> None:
         config = self._config
-        cpu = config.launch.device == "cpu" or not torch.cuda.is_available()
-        encoders = Encoders(folder, text_tokens=self._sizes.text_tokens, device="cpu" if cpu else "cuda")
+        encoders = Encoders(folder, text_tokens=self._sizes.text_tokens, device=encoding_device(config))
         side = 2 * self._sizes.grid * encoders.factor
         self._save()  # from here on the folder is this preparation's, though its first block may fail
         self._write_empty(encoders)
