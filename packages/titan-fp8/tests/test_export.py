@@ -3,11 +3,13 @@
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import titan_fp8
 import torch
+from titan_fp8 import export
 from titan_testing import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -114,6 +116,20 @@ def test_what_readers_would_misread_stays_as_it_is_and_is_excepted(tmp_path: Pat
     ours = {f"b.experts.{i}.{name}" for i in range(2) for name in ("up", "down")}
     apart = {f"model.mlp.{name}" for name in ("long", "wide", "q_a_proj", "kv_a_proj_with_mqa")}
     assert set(excepted) == apart | {"a.experts", "b.experts"} | ours
+
+
+def test_offloaded_shards_are_gathered_on_the_device_that_communicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Offloaded:
+        device, device_mesh = (
+            torch.device("cpu"),
+            SimpleNamespace(device_type="meta"),
+        )  # which stands for the accelerator
+
+        def to(self, kind: str) -> SimpleNamespace:
+            return SimpleNamespace(full_tensor=lambda: torch.ones(2, device=kind))
+
+    monkeypatch.setattr(export, "is_dtensor", lambda value: isinstance(value, Offloaded))
+    assert export._whole(Offloaded()).is_meta  # type: ignore[arg-type]
 
 
 def test_large_models_are_split_over_files_with_an_index(tmp_path: Path) -> None:

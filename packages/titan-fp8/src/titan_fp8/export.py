@@ -280,7 +280,12 @@ def _tensors(source: _Source) -> tuple[Tensor, ...]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+    """The tensor, gathered where it is sharded: on the device that communicates, also where shards are offloaded to the host."""
+    if not is_dtensor(tensor):
+        return tensor
+    shards: Any = tensor
+    kind = shards.device_mesh.device_type
+    return (shards if shards.device.type == kind else shards.to(kind)).full_tensor()
 
 
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
