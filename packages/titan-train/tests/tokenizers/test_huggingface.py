@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from titan_train.config import DataConfig, TokenizerConfig
 from titan_train.data import build_chat_template, build_tokenizer
-from titan_train.tokenizers import HfTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
+from titan_train.data.sources.chat import Conversations
+from titan_train.tokenizers import ChatTemplate, HfTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
 from titan_train.tokenizers.chat_template import BUILT_IN
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -152,11 +153,16 @@ def test_special_tokens_that_the_model_has_no_embedding_for_are_left_out(folder,
     size = made.get_vocab_size()
     made.add_special_tokens(["<image_soft_token>"])
     (folder / "tokenizer.json").write_text(made.to_str())
+    bare = HfTokenizer.from_folder(folder)
     (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": size}}))
     tokenizer = HfTokenizer.from_folder(folder)
+    template = ChatTemplate(BUILT_IN["chatml"], {}, tokenizer.special_ids)
     for one in (tokenizer, load_tokenizer(tokenizer.save(tmp_path / "saved"))):
         assert one.vocab_size == size
+        assert one.fingerprint == tokenizer.fingerprint != bare.fingerprint
         assert "<image_soft_token>" not in one.special_ids
+        with pytest.raises(ValueError, match="message 1 contains the special token '<image_soft_token>'"):
+            Conversations.of(one, template).document([{"role": "user", "content": "<image_soft_token>"}], {}, 3)
         assert one.encode_marked("<tool> a<|im_end|>")[0][-1] == one.eos_id
         assert one.decode(one.encode("a <image_soft_token>")) == "a <image_soft_token>"
         with pytest.raises(

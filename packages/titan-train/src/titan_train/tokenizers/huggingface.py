@@ -71,7 +71,10 @@ class HfTokenizer:
         self._marking: _Library | None = None
         added = self._library.get_added_tokens_decoder()
         special = {number for number, token in added.items() if token.special}
-        self._vocab = _with_embeddings(self._library.get_vocab(with_added_tokens=True), special, vocab_size)
+        vocab = self._library.get_vocab(with_added_tokens=True)
+        self._vocab = _with_embeddings(vocab, special, vocab_size)
+        self.left_out = sorted(vocab.keys() - self._vocab.keys())
+        """Special tokens that the model has no embedding for."""
         if not self._vocab:
             raise ValueError("tokenizer.json holds an empty vocabulary. Give the file of a trained tokenizer.")
         self.vocab_size = max(self._vocab.values()) + 1
@@ -98,8 +101,8 @@ class HfTokenizer:
         self._decoder = json.dumps(decoder)
         self._word_end = _word_end(decoder)
         self._spaced = decoder is None and _drops_spaces(self._library)
-        named = json.dumps({"bos": self.bos_id, "eos": self.eos_id})
-        self.fingerprint = hashlib.sha256(b"hf 1\0" + named.encode() + b"\0" + tokenizer_json).hexdigest()
+        named = {"bos": self.bos_id, "eos": self.eos_id} | ({"ids": self.vocab_size} if self.left_out else {})
+        self.fingerprint = hashlib.sha256(b"hf 1\0" + json.dumps(named).encode() + b"\0" + tokenizer_json).hexdigest()
 
     @classmethod
     def from_folder(
@@ -176,16 +179,16 @@ class HfTokenizer:
             marking.encode_special_tokens = False
             self._marking = marking
         encoded = self._marking.encode(text, add_special_tokens=False)
-        beyond = next(
-            (where for i, where in zip(encoded.ids, encoded.offsets, strict=True) if i >= self.vocab_size), None
-        )
-        if beyond is not None:
+        ids = np.asarray(encoded.ids, dtype=np.int32)
+        offsets = np.asarray(encoded.offsets, dtype=np.int64).reshape(-1, 2)
+        beyond = np.flatnonzero(ids >= self.vocab_size)
+        if beyond.size:
+            name = text[slice(*offsets[beyond[0]])]
             raise ValueError(
-                f"a conversation holds the special token {text[slice(*beyond)]!r}, which the model has no embedding for: its ids "
+                f"a conversation holds the special token {name!r}, which the model has no embedding for: its ids "
                 f"run to {self.vocab_size - 1}. Take it out of the text, or out of the chat template."
             )
-        offsets = np.asarray(encoded.offsets, dtype=np.int64).reshape(-1, 2)
-        return np.asarray(encoded.ids, dtype=np.int32), offsets
+        return ids, offsets
 
     def decode(self, ids: Iterable[int]) -> str:
         values = [int(i) for i in ids]

@@ -77,7 +77,8 @@ class Conversations:
     @classmethod
     def of(cls, tokenizer: Tokenizer, template: ChatTemplate) -> "Conversations":
         """For a tokenizer and its template."""
-        return cls(template, list(tokenizer.special_ids))
+        left_out = tokenizer.left_out if isinstance(tokenizer, HfTokenizer) else []
+        return cls(template, [*tokenizer.special_ids, *left_out])
 
     def document(self, messages: Any, record: Any, line: int) -> Document:
         """The conversation ``messages`` of ``record``.
