@@ -9,8 +9,10 @@ import titan_fsdp as fsdp
 import torch
 from titan_ckpt import import_hf
 from titan_train.config.model import ModelConfig
+from titan_train.export.hf_model import HfModel
 from titan_train.generation.decode import generate
 from titan_train.models import build_model, init_for
+from titan_train.serve.folder import _of_transformers
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
@@ -113,6 +115,7 @@ def test_rows_that_outgrow_the_short_factors_of_longrope_are_computed_anew(windo
     found = generate(model, [given], max_new_tokens=14)
     assert seen.tokens == [27, *[1] * 5, 33, *[1] * 7]
     assert found == generate(model, [given], max_new_tokens=14, use_cache=False) == [theirs(folder, given, 14)]
+    assert generate(_of_transformers(HfModel(folder)), [given], max_new_tokens=14) == found
     ragged = prompts([27, 30])
     if window is None:
         options = {"max_new_tokens": 9, "multiple_of": 4}

@@ -83,7 +83,13 @@ class ServedModel(nn.Module):
     """Stands where a run's model does; `titan_train.generation.stream` asks it for a decoder."""
 
     def __init__(
-        self, step: Step, begin: Callable[[int], Caches], *, max_seq_len: int | None, device: torch.device
+        self,
+        step: Step,
+        begin: Callable[[int], Caches],
+        *,
+        max_seq_len: int | None,
+        device: torch.device,
+        rope_limits: Sequence[int] = (),
     ) -> None:
         """Take the model as functions.
 
@@ -92,8 +98,10 @@ class ServedModel(nn.Module):
             begin: Caches for a row of at most so many positions.
             max_seq_len: The most positions; None for no limit.
             device: Where tokens go.
+            rope_limits: Lengths above which all positions of a row are rotated otherwise (LongRoPE).
         """
         super().__init__()
+        self.rope_limits = tuple(rope_limits)
         self.max_seq_len = max_seq_len
         self._step, self._begin = step, begin
         self._place = nn.Parameter(torch.empty(0, device=device), requires_grad=False)
@@ -104,10 +112,12 @@ class ServedModel(nn.Module):
 
         def next_logits(_model: nn.Module, tokens: Tensor, lengths: Tensor, step: int) -> Tensor:
             if step == 0:
-                caches[:] = [self._begin(tokens.shape[1]) for _ in tokens]
+                caches[:] = [None] * len(tokens)
             found: list[Tensor] = []
             for row, length in enumerate(lengths.tolist()):
-                first = 0 if step == 0 or caches[row] is None else length - 1
+                first = length - 1
+                if caches[row] is None or first in self.rope_limits:
+                    caches[row], first = self._begin(tokens.shape[1]), 0
                 positions = torch.arange(first, length, device=tokens.device)[None]
                 logits, caches[row] = self._step(tokens[row : row + 1, first:length], positions, caches[row])
                 found.append(logits[:, -1].to(tokens.device))
@@ -128,6 +138,7 @@ def _of_steps(exported: Any) -> ServedModel:
 
 def _of_transformers(exported: HfModel) -> ServedModel:
     from titan_train.models.hf.cache import NAMES  # imports transformers
+    from titan_train.models.hf.configuration import short_ropes
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = exported.module.to(device)
@@ -141,4 +152,5 @@ def _of_transformers(exported: HfModel) -> ServedModel:
 
     config = model.config.get_text_config()
     limit = next((int(found) for name in _POSITIONS if (found := getattr(config, name, None))), None)
-    return ServedModel(step, lambda length: None, max_seq_len=limit, device=device)
+    limits = tuple(short_ropes(config))
+    return ServedModel(step, lambda length: None, max_seq_len=limit, device=device, rope_limits=limits)
