@@ -301,7 +301,15 @@ class Named(dict):
         self.name = name
 
 
-@pytest.mark.parametrize("metrics", [collections.defaultdict(list), Named("rows"), collections.Counter()])
+class Attributes(dict):
+    """A dict whose items are attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.__dict__ = self
+
+
+@pytest.mark.parametrize("metrics", [collections.defaultdict(list), Named("rows"), collections.Counter(), Attributes()])
 def test_metrics_may_be_any_kind_of_dict(metrics):
     def loss(output, target):
         metrics["sums"] = [output.sum()]
@@ -310,6 +318,9 @@ def test_metrics_may_be_any_kind_of_dict(metrics):
     executor = Executor(build_schedule("gpipe", 1, 1), [TorchStage(nn.Linear(4, 4), 0, loss=loss)])
     (got,) = executor.step([torch.ones(2, 4)], [0]).metrics
     assert type(got) is type(metrics)
-    assert vars(got) == vars(metrics) if hasattr(metrics, "__dict__") else got.default_factory is list
+    if isinstance(metrics, Attributes):
+        assert vars(got) is got
+    else:
+        assert vars(got) == vars(metrics) if hasattr(metrics, "__dict__") else got.default_factory is list
     assert metrics["sums"][0].requires_grad
     assert not got["sums"][0].requires_grad

@@ -44,8 +44,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, int, Any]]:
         raise ValueError(f"{path} cannot be read: {err.strerror}. Correct the path.") from err
 
 
-def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
+def tar_members(path: Path, *, to_its_end: bool = True) -> Iterator[tuple[str, int, int]]:
     """Name, first byte and size of each regular file of a tar file. Links are left out: they may lead out of it.
+
+    Args:
+        path: The tar file.
+        to_its_end: Refuse one that is damaged behind its last file that can be read; else those before are given.
 
     Raises:
         ValueError: It is compressed, damaged or cut.
@@ -58,7 +62,8 @@ def tar_members(path: Path) -> Iterator[tuple[str, int, int]]:
                     if member.offset_data + member.size > size:
                         raise ValueError(f"{path} ends inside {member.name}: it was not copied whole. Fetch it again.")
                     yield member.name, member.offset_data, member.size
-            _check_end(path, members.offset)
+            if to_its_end:
+                _check_end(path, members.offset)
     except (tarfile.TarError, OSError, EOFError) as err:
         raise ValueError(f"{path} is not a complete tar file without compression: {err}. Fetch it again.") from err
 

@@ -334,3 +334,19 @@ def test_image_tokens_that_are_bytes_are_refused(tmp_path):
     with pytest.raises(ValueError, match="image token 65 is a byte"):
         VisionTask().check(broken, None)
     VisionTask().check(settings, None)
+
+
+def test_images_before_the_damage_of_a_shard_are_read(tmp_path):
+    for name in ("a", "b", "c"):
+        Image.new("RGB", (8, 8), "red").save(tmp_path / f"{name}.png")
+    with tarfile.open(tmp_path / "shard.tar", "w") as shard:
+        for name in ("a", "b", "c"):
+            shard.add(tmp_path / f"{name}.png", f"{name}.png")
+    with tarfile.open(tmp_path / "shard.tar") as shard:
+        header = shard.getmember("b.png").offset
+    content = bytearray((tmp_path / "shard.tar").read_bytes())
+    content[header] ^= 1
+    (tmp_path / "shard.tar").write_bytes(content)
+    assert image_size(str(tmp_path / "shard.tar" / "a.png"), most=100) == (8, 8)
+    with pytest.raises(BrokenImage, match="no such file"):
+        image_size(str(tmp_path / "shard.tar" / "c.png"), most=100)

@@ -101,7 +101,7 @@ class GlooTransport:
         self.around_transfer: Callable[[int], AbstractContextManager[object]] | None = None
         """Gives a block to receive the tensors of one message in, of so many bytes: from when their sender offers them until
         they are here, in a listening thread. Set it on all ranks: tensors are then sent apart from their headers.
-        `DeviceTransport`, whose tensors arrive on the device, does not use it."""
+        `DeviceTransport` uses it only for what goes through host memory."""
         self._layouts: dict[tuple[str, int, Key], MessageLayout | None] = {}
         """How the last message with a key was laid out, sent to or received from a rank."""
         self._receiver = Receiver()

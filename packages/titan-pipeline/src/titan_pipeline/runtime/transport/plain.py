@@ -87,6 +87,8 @@ def rebuilt(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
         if not isinstance(value, dict):
             return cast(Any, type(value))(items)
         made = copy.copy(cast(dict[Any, Any], value))  # a defaultdict is not made from a dict
+        if getattr(value, "__dict__", None) is value:  # whose items are its attributes too
+            made.__dict__ = made
         for k, v in items.items():
             made[k] = v
         return made

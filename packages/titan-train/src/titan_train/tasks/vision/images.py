@@ -184,8 +184,14 @@ def _shard_of(file: Path) -> Path | None:
 
 @lru_cache(maxsize=1024)
 def _members(shard: Path, _changed: int, _size: int) -> dict[str, tuple[int, int]] | str:
-    """First byte and size of the regular files of a tar shard; or what is wrong with it, so that it is read once."""
+    """First byte and size of the regular files of a tar shard; or what is wrong with it, so that it is read once.
+
+    One that is damaged further on has the files before that: images are asked for by name, and none is missed without a word.
+    """
     try:
-        return {name.removeprefix("./"): (start, size) for name, start, size in tar_members(shard)}
+        members = tar_members(shard, to_its_end=False)
+        return {name.removeprefix("./"): (start, size) for name, start, size in members}
     except ValueError as err:
+        if isinstance(err.__cause__, OSError):  # which may pass, and is not kept
+            raise
         return str(err)
