@@ -389,6 +389,7 @@ def test_what_a_target_cannot_hold_is_refused_before_anything_is_written(
         ({"model_type": "qwen3", "rope_scaling": {"rope_type": "yarn"}}, "stretched as yarn are not written for qwen3"),
         ({"n_shared_experts": 0}, "always has shared experts"),
         ({"q_lora_rank": None}, "only if they have 27 layers, and this one has 3"),
+        ({"rms_norm_eps": 1e-5}, "norms latents with rms_norm_eps=1e-05 too"),
         ({"model_type": "deepseek_v2", "n_group": 4}, "scores a group of experts by its best two"),
     ],
 )

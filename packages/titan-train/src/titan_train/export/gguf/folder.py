@@ -27,6 +27,7 @@ from torch import Tensor
 from titan_train.export.gguf.tokenizer import write_tokenizer
 from titan_train.files import read_text
 from titan_train.lazy import require
+from titan_train.models.deepseek.attention import LATENT_EPS
 from titan_train.tokenizers import Tokenizer
 
 GgufType = Literal["fp32", "bf16", "fp16", "q8_0"]
@@ -126,7 +127,7 @@ def check_gguf(config: Mapping[str, Any]) -> None:
 
 
 def _check_deepseek(config: Mapping[str, Any]) -> None:
-    """llama.cpp's graph always has shared experts, scores groups as V3 does, and knows plain queries by V2-Lite's depth."""
+    """llama.cpp's graph always has shared experts, one eps, scores groups as V3 does, and knows plain queries by V2-Lite's depth."""
     if not config["q_lora_rank"] and config["num_hidden_layers"] != _LITE_LAYERS:
         raise ValueError(
             f"--to gguf: llama.cpp reads DeepSeek models without a latent for queries (q_lora_rank=0) only if they have "
@@ -135,6 +136,11 @@ def _check_deepseek(config: Mapping[str, Any]) -> None:
     if not config["n_shared_experts"]:
         raise ValueError(
             "--to gguf: llama.cpp's DeepSeek always has shared experts, and this model has none. Use --to hf."
+        )
+    if config["rms_norm_eps"] != LATENT_EPS:
+        raise ValueError(
+            f"--to gguf: llama.cpp norms latents with rms_norm_eps={config['rms_norm_eps']} too, and this model norms "
+            f"them with {LATENT_EPS}. Use --to hf."
         )
     if config["n_group"] > 1 and config["model_type"] == "deepseek_v2":
         raise ValueError(
