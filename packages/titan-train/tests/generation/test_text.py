@@ -10,6 +10,7 @@ import pytest
 import torch
 from titan_train import generation
 from titan_train.cli import main
+from titan_train.cli.generate import _stop_word
 from titan_train.data.sources.chat import Conversations, encode_conversation
 from titan_train.generation import (
     LoadedRun,
@@ -150,6 +151,7 @@ def test_a_message_is_answered_up_to_the_end_of_the_turn(
     assert capsys.readouterr().out == "yes\n"
     assert main(command) == 0
     assert capsys.readouterr().out == "hiyes<|im_end|>\nan\n"
+    assert _stop_word(r"\n\t\\n\\\n\d") == "\n\t" + r"\n" + "\\\n" + r"\d"
     assert main([*command, "--stop", r">\na"]) == 0  # as a shell passes ">\na"
     assert capsys.readouterr().out == "hiyes<|im_end|\n"
 

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import os
+import re
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
         default=[],
         type=_stop_word,
         metavar="WORD",
-        help=r"end the text before this word; \n in it is a newline, \t a tab",
+        help=r"end the text before this word; \n in it is a newline, \t a tab, \\ a backslash",
     )
     parser.add_argument(
         "--compile", action="store_true", help="compile the step of one token, for many tokens on a GPU"
@@ -144,7 +145,7 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
 
 def _stop_word(word: str) -> str:
     r"""Shells pass ``"\n"`` as two characters."""
-    return word.replace(r"\n", "\n").replace(r"\t", "\t")
+    return re.sub(r"\\([\\nt])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], found[1]), word)
 
 
 @contextlib.contextmanager
