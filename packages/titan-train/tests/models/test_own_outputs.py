@@ -1,5 +1,6 @@
 """A user's module returns its logits as it likes, and one that returns none is refused in one line, by `check` as by `run`."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,8 @@ class Few(Base):
 
 
 class Window(Base):  # nanoGPT's way to learn positions
+    max_seq_len = 24
+
     def __init__(self, vocab_size: int) -> None:
         super().__init__(vocab_size)
         self.block_size = 24
@@ -166,8 +169,8 @@ def test_a_module_that_gives_no_logits_is_refused_in_one_line_and_one_that_does_
 def test_a_module_without_a_cache_is_exported_to_onnx_and_one_that_cannot_be_traced_is_refused(code, capsys):
     for library in ("onnxscript", "onnxruntime", "tokenizers"):
         pytest.importorskip(library)
-    for name, out in (("Window", "onnx"), ("Branches", "refused")):
-        words = ["c.toml", "--model.name", f"outputs_model:{name}", "--model.seq-len", "24", "--run.name", name]
+    for name, out, length in (("Window", "onnx", "20"), ("Branches", "refused", "24")):
+        words = ["c.toml", "--model.name", f"outputs_model:{name}", "--model.seq-len", length, "--run.name", name]
         with Trainer(load_config(words[0], [*words[1:], "--train.steps", "2"])) as trainer:
             trainer.fit()
         code_of = main(
@@ -179,6 +182,7 @@ def test_a_module_without_a_cache_is_exported_to_onnx_and_one_that_cannot_be_tra
     assert err.count("\n") == 1
     assert not Path("refused").exists()
 
+    assert json.loads(Path("onnx/export.json").read_text())["seq_len"] == 20  # what `eval` reads at once
     run = load_run("runs/Window", trust_code=True, code=["."])
     (want,) = generate(run.model, [run.tokenizer.encode("some").tolist()], max_new_tokens=12)
     words = ["--prompt", "some", "--temperature", "0", "--max-new-tokens", "12"]

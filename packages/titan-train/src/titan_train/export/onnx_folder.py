@@ -90,7 +90,7 @@ def write_onnx(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> No
     for library in ("onnx", "onnxscript"):
         require(library, extra="onnx", purpose="--to onnx")
     if not supports_cache(model):
-        _write_without_cache(folder, model.eval(), step=step, most=traits_of(model).max_seq_len or seq_len)
+        _write_without_cache(folder, model.eval(), step=step, seq_len=seq_len)
         return
     limit = traits_of(model).max_seq_len
     stepped = GrowingModel(model).eval()
@@ -116,7 +116,8 @@ def write_onnx(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> No
     write_atomic(folder / "generate.py", _EXAMPLE)
 
 
-def _write_without_cache(folder: Path, model: nn.Module, *, step: int, most: int) -> None:
+def _write_without_cache(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> None:
+    most = traits_of(model).max_seq_len or seq_len
     batch, seq = torch.export.Dim("batch_size", min=1), torch.export.Dim("sequence_length", min=1, max=most)
     tokens = torch.zeros(2, max(1, min(3, most - 1)), dtype=torch.int64)
     try:
@@ -137,7 +138,7 @@ def _write_without_cache(folder: Path, model: nn.Module, *, step: int, most: int
             f"{most} tokens ({type(why).__name__}: {first_line(why)[:300]}). Write it without steps that depend "
             "on values or on one length, or export it with --to dcp."
         ) from err
-    _save(folder, program, model, CacheShape(0, 0, 0, 0), max_positions=most, seq_len=most, step=step)
+    _save(folder, program, model, CacheShape(0, 0, 0, 0), max_positions=most, seq_len=seq_len, step=step)
     write_atomic(folder / "generate.py", _EXAMPLE_WITHOUT_CACHE)
 
 

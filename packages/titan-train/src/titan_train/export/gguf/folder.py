@@ -127,7 +127,7 @@ def check_gguf(config: Mapping[str, Any]) -> None:
 
 
 def _check_deepseek(config: Mapping[str, Any]) -> None:
-    """llama.cpp's graph always has shared experts, one eps, scores groups as V3 does, and knows plain queries by V2-Lite's depth."""
+    """llama.cpp's graph has shared experts and one eps, scores groups as V3 does, and knows plain queries by V2-Lite's depth."""
     if not config["q_lora_rank"] and config["num_hidden_layers"] != _LITE_LAYERS:
         raise ValueError(
             f"--to gguf: llama.cpp reads DeepSeek models without a latent for queries (q_lora_rank=0) only if they have "
