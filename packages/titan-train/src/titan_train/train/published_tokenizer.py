@@ -34,8 +34,8 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> None:
         raise ValueError(_refusal(init, "the run trains a vocabulary of its own"))
     own = build_tokenizer(given, config.data) if tokenizer is None else tokenizer
     if published["kind"] == "hf":
-        named = {"bos_token": given.bos_token, "eos_token": given.eos_token} if given.kind == "hf" else {}
-        theirs: Tokenizer = HfTokenizer.from_folder(folder, **named)
+        bos, eos = (given.bos_token, given.eos_token) if given.kind == "hf" else ("", "")
+        theirs: Tokenizer = HfTokenizer.from_folder(folder, bos_token=bos, eos_token=eos)
     else:
         theirs = load_tokenizer(published["path"])
     found = difference(own, theirs, larger="vocab_size" in config.model.init_changes)
