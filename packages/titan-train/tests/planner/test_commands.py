@@ -267,6 +267,12 @@ def test_recipes_that_the_trainer_lacks_are_refused(capsys) -> None:
     [
         (["--parallel.mode", "ddp", "--parallel.compress", "bf16"], "parallel.compress='bf16'"),
         (["--parallel.tp", "2", "--parallel.sequence_parallel", "false"], "parallel.sequence_parallel=false"),
+        (
+            ["--parallel.tp=2", "--activations.checkpoint=pattern", "--activations.patterns=layers.*"],
+            "activations.checkpoint='pattern'",
+        ),
+        (["--parallel.cp=2", "--context.dynamic=true"], "context.dynamic=true"),
+        (["--parallel.cp=2", "--context.method=usp"], "the method 'usp' of context parallelism"),
     ],
 )
 def test_transfers_that_are_not_counted_are_said_not_to_be(more: list[str], said: str, capsys) -> None:

@@ -12,6 +12,9 @@ from titan_pipeline.runtime import SocketTransport
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.inputs import prepare_inputs
+from titan_train.models import build_model
+from titan_train.parallel.layout.run import plan_run
+from titan_train.parallel.stages import stage_layers
 from titan_train.planner.cost.traffic import step_traffic
 from titan_train.planner.memory.ranks import rehearse
 from titan_train.planner.shapes import shape_of_config
@@ -110,7 +113,7 @@ def configure(folder: str, name: str, **sections: dict[str, Any]) -> Any:
 
 def with_vocabulary(config: Any) -> Any:
     """The configuration with the model's vocabulary that the byte tokenizer sets: 256 bytes and 3 special tokens."""
-    model = dataclasses.replace(config.model, args={"vocab_size": 259})
+    model = dataclasses.replace(config.model, args={**config.model.args, "vocab_size": 259})
     return dataclasses.replace(config, model=model)
 
 
@@ -127,6 +130,9 @@ def count(folder: str, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[tup
 
 
 FULL = {"activations": {"checkpoint": "full"}}
+SELECTIVE = {"activations": {"checkpoint": "selective"}}
+EVERY = {"activations": {"checkpoint": "every", "every": 2}}
+FOUR = {"model": {"name": "llama3_debug", "args": {"num_layers": 4}}}
 MOE = {"model": {"name": "qwen3_moe_debug"}}
 
 
@@ -150,11 +156,17 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp2 experts": parallel(dp_shard=2) | MOE,
         "tp2": parallel(tp=2),
         "tp2 full": parallel(tp=2) | FULL,
+        "tp2 selective": parallel(tp=2) | SELECTIVE,
+        "tp2 every": parallel(tp=2) | EVERY,
         "cp2 ulysses": context("ulysses", cp=2),
         "cp2 ring": context("ring", cp=2),
+        "cp2 ring selective": context("ring", cp=2) | SELECTIVE,
+        "cp2 ulysses selective": context("ulysses", cp=2) | SELECTIVE,
+        "cp2 ring every": context("ring", cp=2) | EVERY,
         "cp2 allgather": context("allgather", cp=2),
         "pp2": parallel(pp=2),
         "ep2": parallel(dp_shard=2, ep=2) | MOE,
+        "ep2 selective": parallel(dp_shard=2, ep=2) | MOE | SELECTIVE,
     },
     4: {
         "dp4": parallel(dp_shard=4),
@@ -167,6 +179,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp2 tp2 ring": context("ring", cp=2, tp=2),
         "dp2 pp2": parallel(dp_shard=2, pp=2),
         "tp2 pp2": parallel(tp=2, pp=2),
+        "tp2 pp2 with cuts": parallel(tp=2, pp=2) | FOUR | EVERY | {"pipeline": {"cuts": [3]}},
+        "cp4 ulysses": context("ulysses", cp=4),
+        "cp2 tp2 ulysses": context("ulysses", cp=2, tp=2),
         "dp4 ep2": parallel(dp_shard=4, ep=2) | MOE,
         "dp4 ep4": parallel(dp_shard=4, ep=4) | MOE,
         "dp2 ep2 x 2 copies": parallel(dp_shard=2, dp_replicate=2, ep=2) | MOE,
@@ -202,9 +217,9 @@ def axis_of(kind: str, ranks: tuple[int, ...], world: int, setup: Any) -> str:
     return next((axis for axis in candidates if len(groups[axis]) > 1 and groups[axis] == ranks), f"{kind} {ranks}")
 
 
-QUICK = ("dp2", "tp2 full", "cp2 ring", "ep2")
+QUICK = ("dp2", "tp2 full", "tp2 selective", "tp2 every", "cp2 ring", "ep2")
 CASES = [
-    pytest.param(2, QUICK, id="4 layouts on 2 ranks"),
+    pytest.param(2, QUICK, id="6 layouts on 2 ranks"),
     pytest.param(2, tuple(LAYOUTS[2]), id="all on 2 ranks", marks=pytest.mark.slow),
     pytest.param(4, tuple(LAYOUTS[4]), id="all on 4 ranks", marks=pytest.mark.slow),
 ]
@@ -219,7 +234,10 @@ def test_counted_transfers_are_the_predicted_ones(ranks: int, names: tuple[str, 
         config = configure(folder, name, **sections)
         setup = setup_of_config(config, ranks)
         named = with_vocabulary(config)
-        predicted = step_traffic(shape_of_config(named), setup, rehearse(named, ranks)[0].wrapper, element_bytes=4)
+        wrapper, schedule, held = rehearse(named, ranks)[0].wrapper, plan_run(named, ranks).schedule, None
+        if schedule is not None:
+            held = len(stage_layers(named, build_model(named.model, vocab_size=None), schedule)[0])
+        predicted = step_traffic(shape_of_config(named), setup, wrapper, element_bytes=4, held=held)
         counts: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
         for (kind, group, size), times in found[0][number].items():

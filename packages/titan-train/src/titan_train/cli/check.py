@@ -224,7 +224,7 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int, note: st
     if ranks[0].left_out:
         print(f"\nleft out: {ranks[0].left_out}")
     if arguments.rehearse:
-        print(f"\n{_transfers(config, devices, task.vocab_size(config), ranks[0])}")
+        print(f"\n{_transfers(config, devices, task.vocab_size(config), found)}")
     if arguments.memory_timeline:
         from titan_train.planner.memory.timeline import step_timeline
         from titan_train.planner.view.timeline import timeline_snapshot, timeline_svg
@@ -249,6 +249,8 @@ class _Found(NamedTuple):
     lines: Sequence[str]
     """On its groups of parameters, float8, pipeline and wrapper."""
     ranks: "Sequence[RankEstimate]"
+    held: int | None = None
+    """Layers of the first pipeline rank; None without a pipeline."""
 
 
 def _by_arguments(config: Config, plan: "RunPlan") -> _Found:
@@ -270,6 +272,7 @@ def _by_module(config: Config, plan: "RunPlan", devices: int, *, closed_form: bo
     from titan_train.parallel.data_parallel import fsdp_policy
     from titan_train.parallel.layout.batch import tokens_at_once
     from titan_train.parallel.layout.degrees import wrapped_over
+    from titan_train.parallel.stages import stage_layers
     from titan_train.parallel.tied import meaning_all_copies
     from titan_train.planner.memory.folder import shape_of_folder
     from titan_train.planner.memory.ranks import estimate_ranks
@@ -282,15 +285,18 @@ def _by_module(config: Config, plan: "RunPlan", devices: int, *, closed_form: bo
         lines.append(_group_lines(config, model))
     if config.float8.recipe != "none":
         lines.append(_float8_lines(config, model, tokens_at_once(batch, config, layout)))
+    held = None
     if schedule is not None:
-        lines.append(_pipeline_lines(config, model, schedule))
+        layers = stage_layers(config, model, schedule)
+        held = sum(len(layers[stage]) for stage in schedule.stages_of(0))
+        lines.append(_pipeline_lines(layers, schedule))
     ranks = estimate_ranks(
         config, model, layout=layout, mode=mode, batch=batch, schedule=schedule, closed_form=closed_form,
         folder=shape_of_folder(config),
     )  # fmt: skip
     if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
         lines.append(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode)).explain()}")
-    return _Found(count_parameters(model), flops_per_token(model, config.model.seq_len), lines, ranks)
+    return _Found(count_parameters(model), flops_per_token(model, config.model.seq_len), lines, ranks, held)
 
 
 def _si(value: float) -> str:
@@ -324,7 +330,7 @@ def _names_shipped_data(config: Config) -> bool:
     return any(inputs(config) == inputs(load_config(name)) for name in list_configs())
 
 
-def _transfers(config: Config, devices: int, vocabulary: int | None, first: "RankEstimate") -> str:
+def _transfers(config: Config, devices: int, vocabulary: int | None, found: _Found) -> str:
     """What the first rank sends in a step, by axis; a test compares it with counted transfers."""
     from titan_train.planner.cost.traffic import step_traffic
     from titan_train.planner.shapes import shape_of_config
@@ -341,7 +347,7 @@ def _transfers(config: Config, devices: int, vocabulary: int | None, first: "Ran
     if vocabulary and shape is not None:
         shape = dataclasses.replace(shape, vocab=vocabulary)
     element_bytes = 4 if config.train.dtype == "fp32" else 2
-    traffic = step_traffic(shape, setup, first.wrapper, element_bytes=element_bytes)
+    traffic = step_traffic(shape, setup, found.ranks[0].wrapper, element_bytes=element_bytes, held=found.held)
     lines = [f"{'transfers of a step, first rank':<34}{'count':>8}{'GB':>10}"]
     for (axis, kind), count in sorted(traffic.counts.items()):
         lines.append(f"  {axis:<14}{kind:<18}{count:>8,}{traffic.num_bytes[axis, kind] / 1e9:>10.3f}")
@@ -350,13 +356,17 @@ def _transfers(config: Config, devices: int, vocabulary: int | None, first: "Ran
 
 def _transfers_not_known(config: Config, setup: "Setup") -> str:
     """A setting whose transfers `step_traffic` does not count; empty where there is none."""
-    parallel = config.parallel
+    parallel, checkpoint = config.parallel, config.activations.checkpoint
     settings = {
         f"parallel.compress={parallel.compress!r}": setup.sharding == "ddp" and parallel.compress != "none",
         "parallel.sequence_parallel=false": setup.tp > 1 and not parallel.sequence_parallel,
         f"float8.recipe={config.float8.recipe!r}, whose weights are gathered in float8": setup.float8,
         f"pipeline.schedule={setup.schedule!r}": setup.pp > 1
         and (setup.stages_per_rank > 1 or setup.head_on_first_rank),
+        f"activations.checkpoint={checkpoint!r}": setup.tp * setup.cp * setup.ep > 1
+        and checkpoint in ("pattern", "budget"),
+        "context.dynamic=true": config.context.dynamic,
+        "the method 'usp' of context parallelism": setup.ulysses_degree > 0,
     }
     return next((words for words, given in settings.items() if given), "")
 
@@ -371,13 +381,10 @@ def _float8_lines(config: Config, model: "nn.Module", tokens: int) -> str:
     return f"float8   {line}\n{textwrap.indent(conversion_table(report), ' ' * 7)}"
 
 
-def _pipeline_lines(config: Config, model: "nn.Module", schedule: "Schedule") -> str:
+def _pipeline_lines(layers: Sequence[range], schedule: "Schedule") -> str:
     """The schedule, what its ranks hold, and how much of a step they wait."""
     from titan_pipeline import simulate
 
-    from titan_train.parallel.stages import stage_layers
-
-    layers = stage_layers(config, model, schedule)
     held = "; ".join(
         f"rank {rank}: " + " and ".join(f"{layers[s].start}-{layers[s].stop - 1}" for s in schedule.stages_of(rank))
         for rank in range(schedule.num_ranks)

@@ -4,6 +4,7 @@ Bytes are those of the whole message: an all-gather's result, a reduce-scatter's
 sends. Left out is the step's bookkeeping (losses, norms, flags). A test holds counts and bytes to a real step's.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +32,12 @@ class Traffic:
 
 
 def step_traffic(
-    shape: ModelShape | None, setup: Setup, wrapper: Mapping[str | None, "Collectives"], *, element_bytes: int = 2
+    shape: ModelShape | None,
+    setup: Setup,
+    wrapper: Mapping[str | None, "Collectives"],
+    *,
+    element_bytes: int = 2,
+    held: int | None = None,
 ) -> Traffic:
     """Transfers of the first rank (of the first pipeline rank, if there are several).
 
@@ -40,24 +46,23 @@ def step_traffic(
         setup: How it is run.
         wrapper: What data parallelism sends, by mesh, counted on the wrapped module (`titan_fsdp.WrapPlan.collectives`).
         element_bytes: Of an element that the other axes send.
+        held: Blocks of the first pipeline rank; None where it holds all.
     """
     traffic = Traffic(Counter(), Counter())
     _data_parallel(traffic, wrapper)
     if shape is None:
         return traffic
-    layers = [b for b in shape.blocks for _ in range(b.count)]
-    if setup.pp > 1:
-        layers = layers[: -(-len(layers) // setup.pp)]
+    layers = [b for b in shape.blocks for _ in range(b.count)][:held]
     if setup.tp > 1:
         _tensor_parallel(traffic, shape, setup, layers, element_bytes)
     if setup.cp > 1:
         _context_parallel(traffic, setup, layers, element_bytes)
     if setup.ep > 1:
         sent = setup.tokens / setup.tp * shape.dim * element_bytes
-        for block in layers:
+        for number, block in enumerate(layers):
             if isinstance(block.ffn, ExpertsShape):
                 # dispatch and combine, forward and backward
-                again = 2 if setup.recompute == "full" else 0
+                again = 2 * _runs_again(setup, number)
                 traffic.add("ep", "all_to_all", setup.microbatches * (4 + again), sent * block.ffn.per_token)
     if setup.pp > 1:
         hidden = setup.tokens * shape.dim * max(b.streams for b in layers) * element_bytes / setup.tp
@@ -82,8 +87,10 @@ def _tensor_parallel(
     whole = setup.tokens * shape.dim * element_bytes
     first = setup.pp > 1  # the first pipeline rank has no head
     gathers, scatters = 4 * count + (1 if first else 2), 4 * count + (1 if first else 2)
-    if setup.recompute == "full":  # forward's again, but for the last one of each block
-        gathers, scatters = gathers + 2 * count, scatters + count
+    again = sum(_runs_again(setup, number) for number in range(count))
+    gathers, scatters = gathers + 2 * again, scatters + again  # forward's, but for the last one of each block
+    if setup.recompute == "selective":  # what is gathered is whole on every rank, and not kept; compiled, sums are
+        gathers, scatters = gathers + 2 * count, scatters + (0 if setup.stack == "compile" else count)
     traffic.add("tp", "all_gather", m * gathers, whole)
     traffic.add("tp", "reduce_scatter", m * scatters, whole)
     norms = sum(b.norms * shape.dim for b in layers) + (0 if first else shape.final_norm * shape.dim)
@@ -95,11 +102,17 @@ def _tensor_parallel(
         traffic.add("tp", "all_reduce", m, 2 * setup.tokens * 4)
 
 
+def _runs_again(setup: Setup, number: int) -> bool:
+    """Whether backward runs a pipeline rank's block again, of which each k-th is recomputed."""
+    return setup.recompute == "full" and number % round(1 / setup.recompute_share) == 0
+
+
 def _context_parallel(traffic: Traffic, setup: Setup, layers: list[Block], element_bytes: int) -> None:
     m, n = setup.microbatches, setup.cp
-    again = 1 if setup.recompute == "full" else 0
-    for block in layers:
-        a = block.attention
+    # compiled, the exchange stands between the pieces of a block that are recomputed
+    repeated = setup.recompute == "selective" and setup.stack != "compile"
+    for number, block in enumerate(layers):
+        a, again = block.attention, int(repeated or _runs_again(setup, number))
         if block.delta is not None:  # maps and states of two cut pieces a rank, and again where backward runs the layer
             d = block.delta
             state = 2 * 4 * d.heads * d.state * (d.state + d.head_dim) / setup.tp
@@ -107,12 +120,13 @@ def _context_parallel(traffic: Traffic, setup: Setup, layers: list[Block], eleme
         if a is None:
             continue
         q = setup.tokens * a.heads * a.head_dim * element_bytes / setup.tp
-        kv = setup.tokens * a.kv_heads * a.head_dim * element_bytes / setup.tp
+        heads = max(1, a.kv_heads // setup.tp)
+        kv = setup.tokens * heads * a.head_dim * element_bytes
         if setup.cp_method == "ulysses":
+            kv *= n // math.gcd(heads, n)  # repeated until every rank gets as many
             traffic.add("cp", "all_to_all", m * (2 + again), q + 2 * kv)
             traffic.add("cp", "all_to_all", m * (2 + again), q)
         elif setup.cp_method == "allgather":
-            heads = max(1, a.kv_heads // setup.tp)
             # as titan-cp's `gather_heads`: what makes 8 MiB, or the size of a rank's own keys and values
             small = (8 << 20) // (setup.seq_len * 2 * a.head_dim * element_bytes)
             steps = -(-heads // max(1, min(heads, max(heads // n, small))))
