@@ -307,6 +307,10 @@ def test_a_start_that_was_refused_or_replaced_says_nothing_to_the_machines_of_an
         (tmp_path / "lease.json").write_text(json.dumps(lease))
 
     first, second, third = (Leader(tmp_path, 2) for _ in range(3))
+    leased_to(Process.of(os.getppid()))
+    second.finish(1)  # refused while the first still prepares, and has said nothing
+    assert not (tmp_path / FILE_NAME).exists()
+    (tmp_path / "lease.json").unlink()
     first.attempt(0, (0, 1))
     leased_to(Process.of(os.getppid()))
     before = said()

@@ -229,6 +229,8 @@ def _supervise(run: _Run, lease: Lease, launcher: Launcher, before: "Before") ->
         raise
     if signal.getsignal(signal.SIGTERM) is interrupt:  # set by `main`, for an actor's process
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # saved and over: a second stop must not make it a failure
+    if not infos:  # no attempt began; the supervisor has said why
+        return code
     try:
         return _finish(run, infos[-1], code, attempts_before)
     except OSError as err:  # the run is over, and what it saved is there

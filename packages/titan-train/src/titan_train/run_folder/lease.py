@@ -86,9 +86,14 @@ class Lease:
         run_dir.mkdir(parents=True, exist_ok=True)
         check_run_folder(run_dir)
         until = time.monotonic() + (_DEAD_S + _TOUCH_S if machine else 0.0)
+        waiting = False
         while (owner := self._take()) is not None:
             if owner.process.local or time.monotonic() >= until:
                 raise ValueError(_refusal(run_dir, owner, machine))
+            if not waiting:
+                who = f"process {owner.process.pid} on host {owner.process.host}"
+                print(f"waiting  machine {machine} was {who}: two minutes show whether it lives", flush=True)
+            waiting = True
             time.sleep(_RETRY_S)
         self._released = threading.Event()
         self._lock = threading.Lock()  # between a touch and the release

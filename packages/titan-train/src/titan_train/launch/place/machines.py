@@ -151,9 +151,11 @@ class Leader:
     def _is_anothers(self, *, ending: bool) -> bool:
         """Whether another start has taken the folder over, or lives there still and this one was refused."""
         there = _announcement(self._file.parent)
-        if there is None or there.run == self._announced.run:
+        if there is not None and there.run == self._announced.run:
             return False
-        return self._spoken or (ending and there.exit_code is None and is_held(self._file.parent))
+        if ending and not self._spoken:
+            return is_held(self._file.parent)  # which may have nothing to announce yet
+        return self._spoken and there is not None
 
 
 class MachinesLauncher(Launcher):
