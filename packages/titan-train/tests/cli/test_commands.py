@@ -274,6 +274,8 @@ def test_zsh_and_fish_scripts_name_every_command_and_another_shell_is_refused(ca
         (["run", "debug", "--gpus", "8"], "unknown option '--gpus'. Did you mean '--devices'?"),
         (["check", "debug", "--world", "8"], "unknown option '--world'. Did you mean '--devices'?"),
         (["check", "debug", "--svg", "x.svg"], "--constants, --trace and --svg go with --hardware"),
+        (["check", "debug", "--hardware", "h100", "--rehearse"], "--rehearse and --hardware are two commands"),
+        (["check", "debug", "--hardware", "h100", "--coordinates"], "--coordinates and --hardware are two commands"),
         (["report", "a", "b", "--trace"], "--trace takes one run, and 2 were given"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

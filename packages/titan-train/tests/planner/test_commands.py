@@ -25,6 +25,15 @@ def test_estimate_prints_terms_and_writes_a_picture(tmp_path: Path, capsys: pyte
     assert picture.read_text().startswith("<svg")
 
 
+def test_a_batch_that_ranks_could_not_share_is_refused_before_it_is_predicted(capsys):
+    words = ["--devices", "2", "--train.global_batch", "12", "--train.microbatch", "4"]
+    assert main(["check", "llama3_1b", "--hardware", "h100", *words]) == 2
+    assert (
+        "cannot be cut evenly over 2 data-parallel ranks in micro-batches of train.microbatch=4"
+        in capsys.readouterr().err
+    )
+
+
 def test_estimate_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "llama3_70b", "--hardware", "h100", "--devices", "8", "--train.global_batch", "64"]) == 2
     assert "does not fit: " in capsys.readouterr().out

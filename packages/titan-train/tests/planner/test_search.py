@@ -547,3 +547,20 @@ def test_more_recomputation_than_of_each_fourth_block_is_named() -> None:
     setup = Setup(seq_len=8192, global_batch=8, dp_shard=8, recompute="full", recompute_share=0.25, loss="chunked")
     said = refuse_setup(shape, setup, memory_peak(shape, setup), 35 * 2**30)
     assert "Smallest change that fits: full recomputation (" in said
+
+
+def test_stages_inside_a_machine_send_at_the_rate_of_one_link() -> None:
+    asked = request("llama3_8b", 8, 8192, 64)
+    setup = Setup(seq_len=8192, global_batch=64, pp=8, stack="compile")
+    found = estimate(asked.shape, asked.machine, setup)
+    link = span(asked.machine, 8, 1, local_share=found.constants.local, network_share=found.constants.network)
+    assert link.local
+    sent = 2 * setup.tokens * asked.shape.dim / link.bytes_per_s + link.latency_s
+    want = 0.5 * 2 * (setup.microbatches + 7) * sent * found.constants.software
+    assert found.time.terms["pp"] == pytest.approx(want)
+
+
+def test_the_microbatch_of_a_growing_batch_is_the_runs() -> None:
+    words = ["--train.global_batch", "512", "--train.ramp_from", "32", "--train.ramp_tokens", "1000000000"]
+    config = load_config("llama3_8b", [*words, "--train.microbatch", "0", "--launch.nproc", "8"])
+    assert setup_of_config(config, 8).microbatch == plan_run(config, 8).batch.microbatch < 512 // 8

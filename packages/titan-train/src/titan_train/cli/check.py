@@ -90,6 +90,12 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
             f"{str(arguments.memory_timeline.parent)!r}. Create it first."
         )
     if arguments.hardware is not None:
+        for option in ("rehearse", "coordinates", "memory_timeline"):
+            if getattr(arguments, option):
+                raise ValueError(
+                    f"--{option.replace('_', '-')} and --hardware are two commands: one builds the program, the other predicts "
+                    "it without. Give one of them."
+                )
         return _predict(arguments, config, devices)
     if arguments.constants is not None or arguments.trace or (arguments.svg is not None and not arguments.coordinates):
         raise ValueError(
@@ -123,6 +129,7 @@ def _on_devices(config: Config, devices: int | None) -> tuple[Config, int]:
 def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int:
     """Time by term, memory by use, tokens per second with an interval. No torch: under a second."""
     from titan_train.models.hf.folder import PREFIX
+    from titan_train.parallel.layout.run import plan_run
     from titan_train.planner.calibrate.defaults import constants_for
     from titan_train.planner.calibrate.runs import load_constants
     from titan_train.planner.documents import document_work
@@ -135,6 +142,7 @@ def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int
     from titan_train.planner.view.tables import estimate_text
 
     machine = load_machine(arguments.hardware)
+    plan_run(config, devices)  # which refuses what the ranks could not share
     shape, setup = shape_of_config(config), setup_of_config(config, devices)
     if config.model.name.startswith(PREFIX):
         from titan_train.planner.memory.folder import of_folder

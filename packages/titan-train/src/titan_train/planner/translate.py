@@ -31,7 +31,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
     train, kind = config.train, config.activations.checkpoint
     if train.global_batch % dp:
         raise ValueError(f"train.global_batch={train.global_batch} is not a multiple of {dp} data-parallel ranks.")
-    local = train.global_batch // dp
+    local = math.gcd(*train.ramp(config.model.seq_len).sizes) // dp
     stages = config.pipeline.stages_per_rank or stages_of(config.pipeline.schedule)
     copies = p.mode == "ddp" or (p.mode == "auto" and replicate > 1 and dp == replicate and p.cp == 1)
     recompute = {"none": "none", "full": "full", "every": "full"}.get(kind, "selective")

@@ -206,7 +206,7 @@ def _pipeline(c: Context, load: float, even: float) -> tuple[float, float]:
     bubble += (_SPLIT_COST - 1) * m * even if cost.splits else 0.0
     sent = s.element * s.tokens * shape_dim(c) / s.tp
     link = axis_span(c.machine, c.constants, p, s.world_size // p)
-    hop = sent / (link.bytes_per_s / max(1, link.per_domain)) + link.latency_s
+    hop = sent / link.bytes_per_s * (1 if link.local else max(1, link.per_domain)) + link.latency_s
     exposed = 1.0 if not s.overlap else 0.25 if v > 1 else 0.5
     count = 2 * (m * v + (p - 1))
     return bubble, exposed * hop * count

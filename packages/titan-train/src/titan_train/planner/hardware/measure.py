@@ -131,11 +131,12 @@ def measure_tables(device: str, links: Sequence[LinkSpeed]) -> dict[str, Any]:
     for way, name in enumerate((plain, f"{plain}_backward")):
         tables["attention"][name] = grid((tokens, (32, 64, 128)), lambda *at, way=way: both[at][way])
     for recipe in ("tensorwise", "rowwise", "blockwise") if float8 else ():
-        scaling = RECIPES[recipe].x
-        sizes = [n * 4096 for n in (256, 4096, 65536)]
-        tables["cast"][recipe] = grid(
-            [sizes], lambda n, scaling=scaling: _best(lambda: cast(random(n // 4096, 4096), scaling), device, 2)
-        )
+
+        def casting(n: int, scaling: Any = RECIPES[recipe].x) -> float:
+            matrix = random(n // 4096, 4096)
+            return _best(lambda: cast(matrix, scaling), device, 2)
+
+        tables["cast"][recipe] = grid([[n * 4096 for n in (256, 4096, 65536)]], casting)
     for speed in links:
         if speed.table:
             sizes, seconds = zip(*speed.table, strict=True)
