@@ -276,6 +276,37 @@ def test_all_that_accelerate_saves_is_restored(tmp_path, monkeypatch):
         other.save(2)
 
 
+@pytest.mark.parametrize("way", ["load_state_dict", "reshard"])
+def test_stateful_loaders_of_accelerate_are_refused_on_another_number_of_processes(tmp_path, monkeypatch, way):
+    accelerate = pytest.importorskip("accelerate", reason="a test dependency")
+    with monkeypatch.context() as patch:
+        patch.setattr(accelerate.Accelerator, "num_processes", 4)
+        _, checkpoint, _ = accelerated(tmp_path, 5)
+        checkpoint.save(1)
+        position = checkpoint._state().data.state_dict()
+    accelerator, other, (_, _, loader) = accelerated(tmp_path, 0)
+    with pytest.raises(ValueError, match=r"4 processes, .* of 1\. .*use_stateful_dataloader=False"):
+        other.restore() if way == "load_state_dict" else other._state().data.reshard([position] * 4)
+    assert loader.value == 0
+    loader.use_stateful_dataloader = False  # as the message says
+    assert other.restore() == 1
+    assert accelerator.step == 5
+
+
+def test_an_accelerator_resumes_with_accumulation_or_a_scaler_that_were_not_saved(tmp_path):
+    pytest.importorskip("accelerate", reason="a test dependency")
+    accelerator, checkpoint, _ = accelerated(tmp_path, 5)
+    accelerator.scaler, accelerator.gradient_accumulation_steps = None, 1
+    checkpoint.save(1)
+    accelerator, other, parts = accelerated(tmp_path, 0)
+    assert other.restore() == 1
+    assert [accelerator.step, *(part.value for part in parts)] == [0, 5, 0, 5]
+    other.save(2)
+    accelerator.scaler, accelerator.gradient_accumulation_steps = None, 1  # and the other way round
+    assert other.restore() == 2
+    assert other.counts == {"batches": 0}
+
+
 def train_lightning(root: Path, epochs: int, resume: str | None = None) -> list[torch.Tensor]:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint

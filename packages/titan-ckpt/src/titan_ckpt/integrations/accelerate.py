@@ -6,11 +6,14 @@ loader = accelerator.skip_first_batches(loader, checkpoint.counts["batches"])
 ...
     checkpoint.counts["batches"] += 1
     checkpoint.save(step)
+
+A stateful loader (``use_stateful_dataloader=True``) goes on by itself: do not skip its batches. It does so on as many
+processes as saved.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate import Accelerator
 from torch import nn
@@ -45,13 +48,24 @@ class AccelerateCheckpoint:
         Raises:
             ValueError: DeepSpeed or Megatron-LM holds the state, or ``save_state`` has hooks.
         """
-        return self.checkpointer.save(step, self._state())
+        state = self._state()
+        state.extra.update(self._may_be_new())
+        return self.checkpointer.save(step, state)
 
     def restore(self, **options: Any) -> int:
-        """The newest step, restored; 0 if there is none yet. ``options`` are those of `titan_ckpt.Checkpointer.restore`."""
+        """The newest step, restored; 0 if there is none yet. ``options`` are those of `titan_ckpt.Checkpointer.restore`.
+
+        A gradient scaler or an accumulation that is new begins anew.
+
+        Raises:
+            ValueError: The step has more registered objects, other stateful loaders, or those of another number of processes.
+        """
         state = self._state()
         own = {name for name in state.extra if name.startswith(_OWN)}
         step = self.checkpointer.restore(state, **options)
+        for name, part in self._may_be_new().items():
+            if saved := state.extra.get(name):
+                part.load_state_dict(saved)
         self.counts.update({name: value for name, value in state.extra.items() if not name.startswith(_OWN)})
         more = [name for name in state.extra if name.startswith(f"{_OWN}registered") and name not in own]
         if more and options.get("strict", True):
@@ -70,17 +84,21 @@ class AccelerateCheckpoint:
         loaders = [loader for loader in held._dataloaders if getattr(loader, "use_stateful_dataloader", False)]
         extra: dict[str, Any] = dict(self.counts)
         extra |= {f"{_OWN}registered {number}": found for number, found in enumerate(held._custom_objects)}
-        if held.scaler is not None:
-            extra[f"{_OWN}scaler"] = held.scaler
-        if held.gradient_state.num_steps > 1:
-            extra[f"{_OWN}step"] = _AccumulationStep(held)
         return TrainState(
             model=models,
             optim=[wrapped.optimizer for wrapped in held._optimizers],
             sched=[wrapped.scheduler for wrapped in held._schedulers],
-            data=_Loaders(loaders) if loaders else None,
+            data=_Loaders(loaders, held.num_processes) if loaders else None,
             extra=extra,
         )
+
+    def _may_be_new(self) -> dict[str, Any]:
+        """What a run may begin to use when it resumes: saved, and restored only from a step that has it."""
+        held: Any = self.accelerator
+        parts: dict[str, Any] = {} if held.scaler is None else {f"{_OWN}scaler": held.scaler}
+        if held.gradient_state.num_steps > 1:
+            parts[f"{_OWN}step"] = _AccumulationStep(held)
+        return parts
 
 
 def _check(held: Any) -> None:
@@ -113,15 +131,28 @@ class _AccumulationStep:
 
 
 class _Loaders:
-    """The stateful data loaders of this process."""
+    """The stateful data loaders of this process, each of which counts the batches of this process alone."""
 
-    def __init__(self, loaders: Sequence[Any]) -> None:
-        self._loaders = loaders
+    def __init__(self, loaders: Sequence[Any], processes: int) -> None:
+        self._loaders, self._processes = loaders, processes
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loaders": [loader.state_dict() for loader in self._loaders]}
+        return {"loaders": [loader.state_dict() for loader in self._loaders], "processes": self._processes}
+
+    def reshard(self, states: Sequence[dict[str, Any]]) -> NoReturn:
+        self._refuse(states[0]["processes"])
+
+    def _refuse(self, processes: int) -> NoReturn:
+        raise ValueError(
+            f"the step has the positions of stateful data loaders of {processes} processes, each of its own batches, which "
+            f"say nothing of the batches of {self._processes}. Resume on {processes} processes, or prepare the loaders with "
+            "use_stateful_dataloader=False and skip what was seen by accelerator.skip_first_batches: numbers of batches "
+            f"become {processes}/{self._processes} of what they were, unless with split_batches=True."
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["processes"] != self._processes:
+            self._refuse(state["processes"])
         saved: list[Any] = state["loaders"]
         if len(saved) != len(self._loaders):
             raise ValueError(
