@@ -95,7 +95,7 @@ def test_a_rank_that_cannot_run_its_schedule_stops_the_others_at_once():
 
     kinds, took = zip(*ThreadHub(3).run(build), strict=True)
     assert kinds == (PipelineAborted, ValueError, PipelineAborted)
-    assert max(took) < 5
+    assert max(took) < 40  # not by the watchdog
 
 
 def test_a_swapped_schedule_is_not_measured_by_the_step_before():
