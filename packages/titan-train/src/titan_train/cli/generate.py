@@ -298,7 +298,9 @@ def _exported(arguments: argparse.Namespace) -> int:
         raise ValueError(
             "an exported folder takes the most likely token: pass --temperature 0, or name a run's folder."
         )
-    for option, given in {
+    from titan_train.export.load import continue_text, load_exported, refuse_options_of_runs
+
+    options = {
         "--chat": arguments.chat,
         "--image": arguments.image,
         "--stop": arguments.stop,
@@ -308,13 +310,8 @@ def _exported(arguments: argparse.Namespace) -> int:
         "--repetition-penalty": arguments.repetition_penalty != 1,
         "--step": arguments.step is not None,
         "--code": arguments.code,
-    }.items():
-        if given:
-            raise ValueError(
-                f"{option} is for a run's folder, and {arguments.run_dir} is an exported one. Leave it out."
-            )
-    from titan_train.export.load import continue_text, load_exported
-
+    }
+    refuse_options_of_runs(arguments.run_dir, options)
     exported = load_exported(arguments.run_dir, trust_code=arguments.trust_code)
     texts = [continue_text(exported, arguments.run_dir, text, arguments.max_new_tokens) for text in arguments.prompt]
     print(f"\n{'-' * 40}\n".join(prompt + text for prompt, text in zip(arguments.prompt, texts, strict=True)))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_train.export.load import load_exported, target_of, using
+from titan_train.export.load import load_exported, refuse_options_of_runs, target_of, using
 from titan_train.export.step_model import DESCRIPTION
 from titan_train.export.tokenizer_json import folder_ids, folder_text
 from titan_train.files import read_text
@@ -62,9 +62,7 @@ def load_eval_model(
         ValueError: It is neither, or cannot be loaded; ``step`` or ``code`` for an exported folder.
     """
     if target_of(folder) is not None:
-        if step is not None or code:
-            option = "--step" if step is not None else "--code"
-            raise ValueError(f"{option} is for a run's folder, and {folder} is an exported one. Leave it out.")
+        refuse_options_of_runs(folder, {"--step": step is not None, "--code": code})
         return _of_export(folder, max_length, trust_code)
     run = load_run(folder, step=step, device=device, trust_code=trust_code, code=code)
     return eval_model_of(run, folder.resolve().name, max_length=max_length)

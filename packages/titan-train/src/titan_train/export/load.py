@@ -1,7 +1,7 @@
 """Load an exported folder by what lies in it, with the library that its users load it with."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from titan_train.export.gate import Exported
@@ -25,6 +25,17 @@ def target_of(folder: Path) -> str | None:
     if (folder / "config.json").is_file() and not (folder / "config.toml").exists():
         return "hf"
     return None
+
+
+def refuse_options_of_runs(folder: Path, options: Mapping[str, object]) -> None:
+    """Refuse what only a run's folder takes, of ``options`` by name those that are given.
+
+    Raises:
+        ValueError: One is given for an exported folder.
+    """
+    for option, given in options.items():
+        if given:
+            raise ValueError(f"{option} is for a run's folder, and {folder} is an exported one. Leave it out.")
 
 
 def load_exported(folder: Path, *, trust_code: bool = False) -> Exported:

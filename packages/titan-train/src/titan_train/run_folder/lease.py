@@ -53,6 +53,11 @@ class _Owner:
     chain: str = ""
     """Owners of one chain follow each other: something makes sure that only one of them lives."""
 
+    @property
+    def who(self) -> str:
+        """The process, in words."""
+        return f"process {self.process.pid} on host {self.process.host}"
+
 
 class LeaseLostError(RuntimeError):
     """Another run has taken the folder over: nothing may be written to it any more."""
@@ -91,8 +96,7 @@ class Lease:
             if owner.process.local or time.monotonic() >= until:
                 raise ValueError(_refusal(run_dir, owner, machine))
             if not waiting:
-                who = f"process {owner.process.pid} on host {owner.process.host}"
-                print(f"waiting  machine {machine} was {who}: two minutes show whether it lives", flush=True)
+                print(f"waiting  machine {machine} was {owner.who}: two minutes show whether it lives", flush=True)
             waiting = True
             time.sleep(_RETRY_S)
         self._released = threading.Event()
@@ -287,20 +291,19 @@ def _create(file: Path, content: str) -> bool:
 def _refusal(run_dir: Path, owner: _Owner, machine: int) -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
     way_out = f"stop it with `kill {owner.process.pid}`" if owner.process.local else "stop it there"
-    who = f"process {owner.process.pid} on host {owner.process.host}"
     if machine:
         return (
-            f"machine {machine} of {run_dir} is taken: {who} has been it since {since} and takes part in what machine 0 starts. "
-            f"Leave it, {way_out}, or give each machine a --launch.node-rank of its own."
+            f"machine {machine} of {run_dir} is taken: {owner.who} has been it since {since} and takes part in what machine 0 "
+            f"starts. Leave it, {way_out}, or give each machine a --launch.node-rank of its own."
         )
     return (
-        f"{run_dir} is in use: {who} has run it since {since} (attempt {owner.attempt}). Wait for it, {way_out}, or choose "
+        f"{run_dir} is in use: {owner.who} has run it since {since} (attempt {owner.attempt}). Wait for it, {way_out}, or choose "
         "another --run.name."
     )
 
 
 def _taken_over(run_dir: Path, owner: _Owner, machine: int) -> str:
-    by = f"taken over by process {owner.process.pid} on host {owner.process.host}, which believed this"
+    by = f"taken over by {owner.who}, which believed this"
     if machine:
         return f"The place of machine {machine} in {run_dir} was {by} command dead. This one ends its ranks."
     return f"{run_dir} was {by} run dead. This run stops writing; the other resumes from the last finished checkpoint."

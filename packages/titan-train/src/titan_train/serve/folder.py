@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titan_train.config import parse_config
 from titan_train.config.published import published_tokenizer
 from titan_train.export.hf_model import HfModel
-from titan_train.export.load import load_exported, target_of, using
+from titan_train.export.load import load_exported, refuse_options_of_runs, target_of, using
 from titan_train.export.step_model import SteppedModel
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, load_run
@@ -51,9 +51,7 @@ def load_served(
         raise ValueError(
             f"{folder} is for llama.cpp, whose own llama-server serves it. Name the run, or an export --to hf."
         )
-    if step is not None or code:
-        option = "--step" if step is not None else "--code"
-        raise ValueError(f"{option} is for a run's folder, and {folder} is an exported one. Leave it out.")
+    refuse_options_of_runs(folder, {"--step": step is not None, "--code": code})
     exported = load_exported(folder, trust_code=trust_code)
     found = published_tokenizer(folder)
     if not found:

@@ -204,17 +204,12 @@ def _pipeline(c: Context, load: float, even: float) -> tuple[float, float]:
     # the schedule's bubble with equal stages; a rank that is loaded more waits less
     bubble = m * (load - even) + cost.bubble / (p - 1) * max(0.0, p * even - load)
     bubble += (_SPLIT_COST - 1) * m * even if cost.splits else 0.0
-    sent = s.element * s.tokens * shape_dim(c) / s.tp
+    sent = s.element * s.tokens * c.dim / s.tp
     link = axis_span(c.machine, c.constants, p, s.world_size // p)
     hop = sent / link.bytes_per_s * (1 if link.local else max(1, link.per_domain)) + link.latency_s
     exposed = 1.0 if not s.overlap else 0.25 if v > 1 else 0.5
     count = 2 * (m * v + (p - 1))
     return bubble, exposed * hop * count
-
-
-def shape_dim(c: Context) -> int:
-    """Width of what stages send."""
-    return c.dim
 
 
 def _window(shape: ModelShape, costs: list[BlockCost], head: float) -> tuple[float, float]:
