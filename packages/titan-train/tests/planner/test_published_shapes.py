@@ -8,7 +8,7 @@ from titan_train.cli import main
 from titan_train.config import parse_config
 from titan_train.models.hf.plans import HF_PLANS
 from titan_train.models.hf.shape import shape_of_published
-from titan_train.planner.shapes import find_shape, shape_of_config, unplanned_degrees
+from titan_train.planner.shapes import find_shape, shape_of_config, uncut_axes
 
 LLAMA3_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -82,9 +82,15 @@ def test_a_family_without_a_plan_is_planned_for_data_parallelism_only(
     assert "doge" not in HF_PLANS
 
 
-def test_a_plan_that_lacks_an_axis_is_planned_without_it(tmp_path: Path) -> None:
-    assert unplanned_degrees(folder(tmp_path, **{**LLAMA3_8B, "model_type": "gemma2"})) == {"cp": 1}
-    assert unplanned_degrees(folder(tmp_path, **{**LLAMA3_8B, "model_type": "gemma3n_text"})) == {"pp": 1}
+def test_a_plan_that_lacks_an_axis_is_planned_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert uncut_axes(folder(tmp_path, **{**LLAMA3_8B, "model_type": "gemma2"})) == ("cp",)
+    per_layer = {**LLAMA3_8B, "model_type": "gemma4_text", "hidden_size_per_layer_input": 256}
+    assert set(uncut_axes(folder(tmp_path, **per_layer))) == {"ep", "tp", "pp"}  # no tp without sequence parallelism
+    assert uncut_axes("flux_dev") == ("tp",)
+    assert uncut_axes("llama3_8b") == ()
+    words = ["plan", "flux_dev", "--rehearse", "0", "--global-batch", "64", "--seq-len", "4608", "--devices", "64"]
+    assert main([*words, "--fix", "tp=2"]) == 2
+    assert "--fix tp=2: a plan cannot cut flux_dev over tp" in capsys.readouterr().err
 
 
 def test_changed_fields_change_the_shape_and_a_missing_size_is_named(tmp_path: Path) -> None:

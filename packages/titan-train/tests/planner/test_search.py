@@ -410,16 +410,24 @@ ODD = {
     "parallel.mode": "ddp", "parallel.reshard": "never", "parallel.async_tp": "true", "parallel.offload": "cpu",
     "parallel.accumulate": "unsharded", "parallel.compress": "bf16", "activations.mlp_tiles": 4, "activations.offload": "true",
     "float8.recipe": "rowwise", "train.fused_loss": "false", "train.dtype": "fp32", "optimizer.states": "int8",
+    "context.dynamic": "true",
+}  # fmt: skip
+OTHER = {
+    "parallel.sequence_parallel": "false", "context.method": "usp", "context.ulysses_degree": 2, "context.layout": "contiguous",
+    "train.global_batch": 24, "train.ramp_from": 3, "train.ramp_tokens": 1_000_000,
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("odd", [ODD, OTHER], ids=["odd", "other"])
 @pytest.mark.parametrize(
-    "changed", [{}, {"precision": "fp32"}, {"precision": "tensorwise", "tp": 2, "dp_shard": 4}], ids=str
+    "changed",
+    [{}, {"precision": "fp32"}, {"precision": "tensorwise", "tp": 2, "dp_shard": 4}, {"cp": 2, "dp_shard": 4}],
+    ids=str,
 )
-def test_what_was_planned_is_written_whatever_the_base_says(changed: dict, tmp_path) -> None:
+def test_what_was_planned_is_written_whatever_the_base_says(odd: dict, changed: dict, tmp_path) -> None:
     base, file = tmp_path / "base.toml", tmp_path / "plan.toml"
     sections: dict[str, list[str]] = {}
-    for key, value in ODD.items():
+    for key, value in odd.items():
         section, name = key.split(".")
         text = str(value) if str(value) in ("true", "false") or isinstance(value, int) else f'"{value}"'
         sections.setdefault(section, []).append(f"{name} = {text}")

@@ -232,7 +232,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Precision
-    from titan_train.planner.shapes import find_shape, is_diffusion, shape_of_config, unplanned_degrees
+    from titan_train.planner.shapes import find_shape, shape_of_config, uncut_axes
 
     machine = load_machine(arguments.hardware)
     fixed: dict[str, int] = {}
@@ -247,10 +247,13 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     elif arguments.model in list_configs():
         config = load_config(arguments.model)
     name = config.model.name if config is not None else arguments.model
-    if name.startswith(PREFIX):
-        fixed = unplanned_degrees(name) | fixed
-    if is_diffusion(name):  # its tensor parallelism keeps tokens whole, which the memory model does not know
-        fixed = {"tp": 1} | fixed
+    for axis in uncut_axes(name):
+        if fixed.setdefault(axis, 1) > 1:
+            raise ValueError(
+                f"--fix {axis}={fixed[axis]}: a plan cannot cut {name} over {axis}"
+                + (", which it counts with sequence parallelism. " if axis == "tp" else ". ")
+                + f"Leave {axis} out; titan-train check CONFIG --parallel.{axis}={fixed[axis]} says what a run takes."
+            )
     for precision in arguments.precision or ():
         if precision not in get_args(Precision):
             raise ValueError(f"--precision {precision!r} is unknown. Use one of {', '.join(get_args(Precision))}.")

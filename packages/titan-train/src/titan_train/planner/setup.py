@@ -72,7 +72,7 @@ class Setup:
     """Share of the optimizer state that the host keeps and updates; with fsdp parameters and gradients go along."""
     attention_share: float = 1.0
     """Packed documents: sum of squared lengths over the square of the sequence length."""
-    imbalance: float = 1.0
+    imbalance: float = 1.1
     """Largest over mean number of tokens that the ranks' experts receive."""
     grad_bytes: int = 4
     """Bytes per element of kept and reduced gradients."""

@@ -82,12 +82,18 @@ def shape_of_config(config: Config) -> ModelShape:
     return _check_task(find_model(name)[0], name).shape(model_args(config.model, vocab_size=None), name)
 
 
-def unplanned_degrees(name: str) -> dict[str, int]:
-    """Degrees that a folder's family cannot have: what its plan lacks; without a plan, all but those of data parallelism."""
+def uncut_axes(name: str) -> tuple[str, ...]:
+    """Axes over which no plan may cut a model: those that a folder's family lacks, and without a plan of the family all but data
+    parallelism. Tensor parallelism is planned together with sequence parallelism, so tp is one where a model has only the first.
+    """
+    if is_diffusion(name):
+        return ("tp",)
+    if not name.startswith(PREFIX):
+        return ()
     published = read_published(name, key="MODEL")
     plan = hf_plans().get(str(published.get("model_type")))
     lacking = ("tp", "cp", "pp", "ep") if plan is None else plan.lacking(published)
-    return {axis: 1 for axis in lacking if axis != "sp"}
+    return tuple("tp" if axis == "sp" else axis for axis in lacking)
 
 
 def returns_logits(name: str) -> bool:

@@ -3,7 +3,7 @@
 import json
 import math
 
-from titan_train.config import Config
+from titan_train.config import Config, load_config
 from titan_train.planner.cost.schedules import stages_of
 from titan_train.planner.setup import Loss, Setup
 from titan_train.planner.shapes import is_diffusion, returns_logits, shape_of_config
@@ -135,6 +135,7 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
     """
     s, diffusion = setup, is_diffusion(name) and not base
     inherited = base or ("flux_dev" if diffusion else "llama3_1b")
+    ramped = bool(base) and load_config(base).train.ramp_from > 0
     lines = [
         f"# {s.describe()}, for {s.world_size} devices; written by titan-train plan.",
         f"extends = {json.dumps(inherited)}",
@@ -148,10 +149,16 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         f"microbatch = {s.microbatch}",
         f'dtype = "{"fp32" if s.precision == "fp32" else "bf16"}"',
         *([f"fused_loss = {_toml(s.loss == 'chunked')}"] if s.loss != "fused" else []),
+        *(
+            ["ramp_from = 0  # planned for the whole batch, without the base's ramp", "ramp_tokens = 0"]
+            if ramped
+            else []
+        ),
         "",
         "[parallel]",
         'mode = "auto"',
         *(f"{axis} = {degree}" for axis, degree in s.degrees().items()),
+        *(["sequence_parallel = true"] if s.tp > 1 else []),
         f"async_tp = {_toml(s.async_tp and s.tp > 1)}",
         f'reshard = "{"default" if s.reshard else "never"}"',
         f'offload = "{"cpu" if s.offload_optimizer else "none"}"',
@@ -162,8 +169,8 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         lines[lines.index("[train]") : lines.index("[train]")] = _diffusion_lines(s.seq_len)
     if s.pp > 1:
         lines += ["", "[pipeline]", f'schedule = "{s.schedule}"', f"stages_per_rank = {s.stages_per_rank}", "cuts = []"]
-    if s.cp > 1:
-        lines += ["", "[context]", f'method = "{s.cp_method}"']
+    lines += ["", "[context]", f'method = "{s.cp_method if s.cp > 1 else "auto"}"', 'layout = "auto"']
+    lines += ["ulysses_degree = 0", "dynamic = false"]
     every = round(1 / s.recompute_share)
     lines += [
         "",

@@ -228,6 +228,7 @@ def _setup(r: dict[str, str], collection: str) -> Setup:
         task="lora" if r.get("task") == "lora" else "pretrain",
         weight_bytes=2.0 if r.get("task") == "lora" else 4.0,  # frozen ones are held in bf16 there
         equal_stages=megatron,
+        imbalance=1.0,  # most of these benchmarks route tokens evenly
         overlap=collection != "simumax",
         bf16_share=number("bf16_blocks", 0) / find_shape(r["model"]).num_layers,
         receive_ahead=collection in ("torchtitan", "automodel"),  # torch.distributed.pipelining

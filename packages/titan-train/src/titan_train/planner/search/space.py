@@ -136,7 +136,6 @@ def base_setup(request: PlanRequest) -> Setup:
         sharding="zero1" if te else "fsdp",
         dispatcher="hybridep" if te else "alltoall",
         loss="fused" if te else "eager" if returns_logits(request.shape.name) else "chunked",
-        imbalance=1.1 if request.shape.moe else 1.0,
         weight_bytes=request.weight_bytes,
         state_bytes=request.state_bytes,
         grad_bytes=request.grad_bytes,
