@@ -19,7 +19,7 @@ def trained(
     model: dict[str, object] | None = None,
     **args: object,
 ) -> Path:
-    """The folder of a run of a few large steps, so that logits differ from those of the first weights.
+    """The folder of a run of a few large steps, so that logits differ from those of the first weights; of none, if 0.
 
     Tests that ask for the same settings share one run: its folder's parent is named by all that is asked.
     """
@@ -33,7 +33,7 @@ def trained(
             "cache_dir": str(folder / "cache"),
             "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
         },
-        "train": {"steps": steps, "global_batch": 4},
+        "train": {"steps": steps or 1, "global_batch": 4},
         "optimizer": {"lr": 1e-2},
         "schedule": {"warmup_steps": 0},
         "launch": {"device": "cpu"},
@@ -44,5 +44,5 @@ def trained(
     if not run_dir.exists():
         prepare_inputs(config, quiet=True)
         with Trainer(config) as trainer:
-            trainer.fit()
+            trainer.fit() if steps else trainer.save()
     return run_dir

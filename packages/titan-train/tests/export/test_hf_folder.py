@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from exported_runs import trained
+from safetensors.torch import load_file, save_file
 from titan_train.cli import main
 from titan_train.export import job as export_module
 from titan_train.export.hf_folder import generation_config
@@ -160,3 +162,25 @@ def test_adapters_are_merged_before_their_weights_are_rounded(folder: Path, tmp_
     # one rounding to bfloat16, half a unit in its 8 bits, of a sum that float32 orders another way
     assert ((merged[f"{name}.weight"].float() - want).abs() <= 2**-8 * want.abs()).all()
     assert delta.abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe"])  # a buffer there, a parameter here
+def test_routing_biases_of_a_published_folder_stay_float32(kind: str, folder: Path, tmp_path: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+    import hf_folders
+
+    base = hf_folders.make(tmp_path / "base", kind, vocab_size=264)
+    tensors = load_file(base / "model.safetensors")
+    biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    torch.manual_seed(0)
+    tensors |= {
+        name: 8 + 0.001 * torch.randn_like(tensors[name]) for name in biases
+    }  # as trained ones: large and close
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    run_dir = trained(folder, f"hf:{base}", run=kind, steps=0, model={"init": f"hf:{base}"})
+    checks = export_run(run_dir, tmp_path / "model", dtype="bf16")["hf"]
+    assert all(check.passed for check in checks)
+    got = load_file(tmp_path / "model" / "model.safetensors")
+    assert biases
+    assert all(got[name].dtype == torch.float32 and torch.equal(got[name], tensors[name]) for name in biases)
+    assert got["lm_head.weight"].dtype == torch.bfloat16

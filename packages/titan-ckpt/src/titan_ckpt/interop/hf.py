@@ -39,6 +39,8 @@ from titan_ckpt.state.sharding import LocalShard, local_part
 from titan_ckpt.storage.files import fsync_folder, write_plain
 from titan_ckpt.storage.paths import StorePath, as_path
 
+ROUTING_BIASES = ("expert_bias", "correction_bias")
+"""Ends of names of the biases by which tokens choose experts: sums of many small steps, which no narrow dtype holds."""
 _log = logging.getLogger("titan_ckpt")
 
 
@@ -67,7 +69,7 @@ def export_hf(
         names: The key map of the model's family; None keeps the names. Tensors in ``names.left_out`` (rotary tables,
             for example) are not exported.
         dtype: Convert floating-point tensors to this dtype, rounded to nearest; None keeps each dtype. Integer and
-            boolean tensors and ``*.expert_bias`` keep theirs.
+            boolean tensors and routing biases (`ROUTING_BIASES`) keep theirs.
         max_shard_bytes: Largest size of a file.
         config: Written as ``config.json``.
         stem: How the files' names begin: "model" as transformers has it, "diffusion_pytorch_model" as diffusers has it.
@@ -337,7 +339,7 @@ def _export_list(
         for key, stored in saved.items()
         if not any(re.fullmatch(pattern, key) for pattern in patterns)
     }
-    exact = {key for key in native if key.endswith("expert_bias")}
+    exact = {key for key in native if key.endswith(ROUTING_BIASES)}
     exact |= {names.to_hf(key) for key in exact} if names else set()
     listed: list[tuple[Entry, View]] = []
     views = to_hf(native, names) if names else native

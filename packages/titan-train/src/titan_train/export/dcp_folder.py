@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from titan_ckpt.interop.hf import ROUTING_BIASES
 from titan_ckpt.interop.views import StoredView, whole_box
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.state.dtypes import DTYPES
@@ -75,7 +76,7 @@ class _TypedView:
         self._view = StoredView(reader, reader.index.tensors["model"][name])
         saved = DTYPES[self._view.dtype]
         self.shape = self._view.shape
-        self.dtype = dtype if saved.is_floating_point and not name.endswith("expert_bias") else saved
+        self.dtype = dtype if saved.is_floating_point and not name.endswith(ROUTING_BIASES) else saved
 
     def read(self) -> Tensor:
         box = whole_box(self.shape)

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from titan_ckpt import Checkpointer, TrainState
+from titan_ckpt.interop.hf import ROUTING_BIASES
 from torch import nn
 
 from titan_train.export.float8 import float8_parameters
@@ -128,6 +129,8 @@ def _round_weights(model: nn.Module, job: Job) -> None:
     """Give the model, in float32, the values that the artefacts store."""
     float8 = float8_parameters(job.run.model, job.family) if job.dtype == "float8" else frozenset[str]()
     for name, parameter in model.named_parameters():
+        if name.endswith(ROUTING_BIASES):
+            continue
         if name in float8:
             parameter.data = _through_float8(parameter.data)
         elif job.dtype == "q8_0":
