@@ -1,5 +1,12 @@
+import time
+from types import SimpleNamespace
+
 import pytest
-from titan_train.observe import Throughput
+import torch
+from titan_train.config import parse_config
+from titan_train.observe import Throughput, read_history
+from titan_train.train.observer import StepInfo, StepResult
+from titan_train.train.run_log import RunLog
 
 
 class Clock:
@@ -53,3 +60,21 @@ def test_throughput_rejects_numbers_that_would_make_nonsense_rates(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
         Throughput(**({"world_size": 1} | wrong))
+
+
+def test_a_logged_rate_is_over_all_steps_since_the_last_logged_one(tmp_path):
+    config = parse_config({"train": {"steps": 2}, "metrics": {"log_every": 2}, "model": {"seq_len": 100}})
+    report = SimpleNamespace(flops_per_token=None, fused=None)
+    run_log = RunLog(config, SimpleNamespace(found=None))
+    run_log.open(tmp_path, 0)
+    run_log.on_start(SimpleNamespace(model=SimpleNamespace(report=report), device=torch.device("cpu")))
+    for step, seconds in ((1, 1.0), (2, 3.0)):
+        info = StepInfo(
+            step=step, result=StepResult(1.0, 1.0, 100, False, (), {}), learning_rates=[1e-3], sequences=1,
+            samples_consumed=step, data_wait_s=0.0, started=time.perf_counter() - seconds,
+        )  # fmt: skip
+        run_log.on_step(info)
+    run_log.on_end()
+    history = read_history(tmp_path)
+    assert history.steps == [2]
+    assert history.curves["tokens_per_s"].mean[0] == pytest.approx(50, rel=0.05)  # 200 tokens in 4 s

@@ -3,8 +3,10 @@
 Rank 0 has the trackers and the display; the other ranks have Python's log only.
 """
 
+import copy
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,7 @@ class RunLog(Observer):
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             elapsed_before_s=self._before_s,
         )
+        self._since_logged = copy.copy(self._throughput)  # read only at steps that are logged
 
     def on_batch(self, step: int, batches: list[Any]) -> None:
         context = self.run.model.context
@@ -92,6 +95,7 @@ class RunLog(Observer):
             self._note_split(*self._measure.found)
         step_s, tokens = info.seconds, info.sequences * self._config.model.seq_len
         self._throughput.update(tokens, step_s)
+        self._since_logged.update(tokens, step_s)
         if self._progress is None:
             return
         record = StepRecord(
@@ -113,8 +117,9 @@ class RunLog(Observer):
             **self._throughput.rates(),
         )
         if self._is_logged(step):
+            logged = replace(record, **self._since_logged.rates())
             for tracker in self._trackers:
-                tracker.log_step(record)
+                tracker.log_step(logged)
             self._seconds = {}
         self._progress.update(record)
 
