@@ -1,5 +1,6 @@
 """Cards: what is equal is said equal, what is not is found, and a page says what was run."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+from titan_train.card.layouts import LAYOUTS, Runs
 from titan_train.card.page import Card, draw, page, verdict
 from titan_train.card.proofs import Comparison, Proof, attempt
 from titan_train.card.subject import Small, Subject, read_subject, settings, write_small
@@ -36,6 +38,22 @@ def test_one_wrong_weight_is_found_in_logits_and_gradients(pair: Comparison) -> 
     finally:
         with torch.no_grad():
             weight[0] -= 1e-2
+
+
+def test_a_gradient_that_is_not_finite_differs(pair: Comparison) -> None:
+    hook = pair.own.get_parameter("layers.3.ffn_norm.weight").register_hook(lambda grad: grad * math.nan)
+    try:
+        assert pair.gradients().result == "differs"
+    finally:
+        hook.remove()
+
+
+def test_losses_that_are_not_finite_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runs, "_run", lambda *_: "")
+    monkeypatch.setattr(Runs, "_losses", lambda *_: [1.0, math.nan, 1.0])
+    runs = Runs(tmp_path / "card.toml", tmp_path)
+    assert runs.compare(LAYOUTS[0], [1.0] * 3).result == "differs"
+    assert runs.compare(LAYOUTS[0], [1.0, math.nan, 1.0]).result == "differs"
 
 
 def test_a_proof_that_raises_is_a_row() -> None:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_train.card.proofs import Proof, first_words
+from titan_train.card.proofs import Proof, first_words, largest
 from titan_train.observe.log import read_metrics
 
 LOSS = 1e-5
@@ -86,7 +86,7 @@ class Runs:
         got = self._losses(name)
         if len(got) != len(want):
             return Proof(title, "fails", f"{len(got)} of {len(want)} steps were logged")
-        off = max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
+        off = largest(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
         return Proof(title, "equal" if off <= LOSS else "differs", f"{off:.1e}")
 
     def _losses(self, name: str) -> list[float]:

@@ -4,9 +4,10 @@ Each proof returns a `Proof`. A proof that raises ValueError is refused, in the 
 as it is, so that one family's defect does not end the card.
 """
 
+import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +55,11 @@ def first_words(text: str) -> str:
     text = re.sub(r"hf:/\S*/small\b", "hf:small", text)
     line = text.strip().splitlines()[-1] if text.strip() else ""
     return line.split(". ")[0].strip()[:200]
+
+
+def largest(differences: Iterable[float]) -> float:
+    """The largest of some differences; infinite if one is not a number, which `max` may pass over."""
+    return max(value if math.isfinite(value) else math.inf for value in differences)
 
 
 class Comparison:
@@ -127,7 +133,7 @@ class Comparison:
             ]
             if not found:
                 raise RuntimeError("no gradient could be compared")
-            return max(found)
+            return largest(found)
 
         with torch.enable_grad():
             return self._exactly("gradients", off, GRADIENTS)
