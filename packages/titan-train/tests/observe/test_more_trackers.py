@@ -46,7 +46,7 @@ def test_mlflow_continues_its_run(tmp_path, monkeypatch, step_record):
     assert client.get_metric_history(run.info.run_id, "validation/bits_per_byte")[0].value == 1.5
 
 
-def test_trackio_keeps_the_steps_in_its_database(tmp_path):
+def test_trackio_keeps_each_run_s_steps_in_its_database_by_a_name_of_its_own(tmp_path):
     pytest.importorskip("trackio")
     program = """
 import sys
@@ -54,21 +54,23 @@ from pathlib import Path
 from titan_train.observe import ValidationRecord
 from titan_train.observe.trackers import _Trackio
 
-for resume_step, step in (0, 1), (1, 2):
-    tracker = _Trackio(Path(sys.argv[1]), resume_step=resume_step)
+for folder, resume_step, step in ("a", 0, 1), ("b", 0, 1), ("a", 1, 2):
+    tracker = _Trackio(Path(sys.argv[1]) / folder / "run", resume_step=resume_step)
     tracker.log_validation(ValidationRecord(step=step, loss=3.0 * step, bits_per_byte=1.5, tokens=10))
     tracker.log_event("checkpoint_saved", step=step, seconds=1)
     tracker.close()
     tracker.close()
 """
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
+    for folder in ("a", "b"):
+        (tmp_path / folder / "run").mkdir(parents=True)
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", program, run_dir], check=True, env=environment, timeout=120)
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, env=environment, timeout=120)
     with sqlite3.connect(next((tmp_path / "trackio").glob("titan*.db"))) as database:
         rows = database.execute("SELECT run_name, step, CAST(metrics AS TEXT) FROM metrics ORDER BY step").fetchall()
-    assert {name for name, *_ in rows} == {"run"}
-    assert [step for _, step, metrics in rows if "validation/loss" in metrics] == [1, 2]
+    own, other = ((tmp_path / folder / "run" / "trackio_run_name").read_text().strip() for folder in ("a", "b"))
+    assert own.startswith("run-")
+    losses = [(name, step) for name, step, metrics in rows if "validation/loss" in metrics]
+    assert sorted(losses) == sorted([(own, 1), (own, 2), (other, 1)])
 
 
 def test_prometheus_reads_the_file(tmp_path, step_record):

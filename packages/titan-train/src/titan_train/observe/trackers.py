@@ -22,6 +22,7 @@ from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from titan_train.config.metrics import MetricsConfig
 from titan_train.observe.log import FILE_NAME, JsonlTracker
@@ -267,14 +268,20 @@ class WandbTracker(_Adapter):
 
 
 class _Trackio(_Adapter):
-    """A local dashboard (``trackio show --project titan``); a resumed run continues the run of the same name."""
+    """A local dashboard (``trackio show --project titan``); a resumed run continues its own, whose name lives in
+    ``trackio_run_name``: trackio has runs by name, and folders elsewhere may have the same.
+    """
 
     def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
         trackio: Any = importlib.import_module("trackio")
+        name_file = run_dir / "trackio_run_name"
+        known = name_file.read_text(encoding="utf-8").strip() if resume_step and name_file.exists() else None
+        name = known or f"{run_dir.name}-{uuid4().hex[:6]}"
+        name_file.write_text(f"{name}\n", encoding="utf-8")
         self._run: Any = trackio.init(
             project="titan",
-            name=run_dir.name,
-            resume="allow" if resume_step else "never",
+            name=name,
+            resume="allow" if known else "never",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
