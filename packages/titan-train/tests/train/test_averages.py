@@ -16,7 +16,7 @@ from titan_train.config import dump_config
 from titan_train.export.run import export_run
 from titan_train.observe.records import ValidationRecord
 from titan_train.optim.average import Z, averaged_weight, has_ema
-from titan_train.run_folder import find_start
+from titan_train.run_folder import checkpoint_folders, find_start, stage_rewind, staged_folder
 from titan_train.train.observer import Observer
 
 
@@ -188,6 +188,24 @@ def test_a_run_that_went_back_and_was_lost_continues_after_the_spike(folder):
     with Trainer(spiking(folder, "lost")) as trainer:
         assert trainer.step == 4  # not 6, the newest before the spike
         assert trainer._loader.samples_consumed == 32
+        assert (trainer._spikes.rewinds, trainer._spikes.worst) == (1, 8)  # the next return there is the second
+
+
+def test_a_run_that_was_lost_before_it_saved_where_it_went_back_to_keeps_its_record(folder):
+    class Lost(Spike):
+        def phase(self, name, step):
+            if (name, step, len(self.steps)) == ("checkpoint", 4, 8):
+                raise RuntimeError("lost")
+            return super().phase(name, step)
+
+    config = spiking(folder, "unsaved")
+    with pytest.raises(RuntimeError, match="lost"), Trainer(config, callbacks=[Lost()]) as trainer:
+        trainer.fit()
+    with Trainer(config) as trainer:
+        assert trainer.step == 6
+        trainer.fit()
+        lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 10))
 
 
 def test_a_run_goes_back_past_a_damaged_checkpoint(folder):
@@ -238,6 +256,28 @@ def test_after_going_back_the_best_checkpoint_is_one_that_stays(folder, monkeypa
     assert (best.step, best.loss) == (4, 2.5)
     assert find_start(f"{trainer.run_dir}@best", "here") == (trainer.run_dir, 4)
     assert (trainer.run_dir / "set_aside" / "001-after-4" / "step-00000006").is_dir()
+
+
+def test_after_a_resume_at_an_older_step_the_best_checkpoint_is_one_that_is_there(folder, monkeypatch):
+    losses = {1: 2.5, 2: 2.6, 3: 2.7, 4: 2.0, 5: 2.8}
+    config = configured(
+        folder, "older", train={"steps": 5, "global_batch": 4}, validation={"every": 1},
+        checkpoint={"every": 1, "keep_last": 2, "keep_every": 2, "keep_best": True},
+    )  # fmt: skip
+    with Trainer(config) as trainer:
+        validated = partial(ValidationRecord, bits_per_byte=None, tokens=1)
+        monkeypatch.setattr(
+            trainer,
+            "_measure_held_out",
+            lambda: (validated(step=trainer.step, loss=losses[trainer.step]), None),
+        )
+        trainer.fit()
+    assert [*checkpoint_folders(trainer.run_dir)] == [2, 4, 5]  # 1 was the best until 4 was saved
+    with Trainer(config) as trainer:
+        assert (trainer._best.step, trainer._best.loss) == (4, 2.0)
+    stage_rewind(staged_folder(trainer.run_dir), 2)
+    with Trainer(config) as trainer:
+        assert (trainer.step, trainer._best.step, trainer._best.loss) == (2, 2, 2.6)
 
 
 def test_parameters_that_thaw_are_no_spike(folder):

@@ -12,7 +12,7 @@ from titan_train.cli import main
 from titan_train.config import dump_config, load_config, parse_config
 from titan_train.inputs import prepare_inputs
 from titan_train.observe import ValidationRecord, read_run_info
-from titan_train.observe.run_info import settings_spans
+from titan_train.observe.run_info import settings_spans, stopped_early
 from titan_train.report import build_report, compare_runs
 from titan_train.run_folder import checkpoint_folders, find_start, resolve_starts
 from titan_train.train import Trainer
@@ -176,6 +176,13 @@ def test_the_best_validation_is_kept_and_patience_ends_a_run(folder):
     assert find_start(f"{run_dir}@best", "x") == (run_dir, best)
     assert [e["best_step"] for e in events if e.get("event") == "early_stopped"] == [best]
     assert train(config)[1] == []  # it is over
+    info = read_run_info(run_dir)
+    del info["early_stop"]
+    (run_dir / "run.json").write_text(json.dumps(info))
+    for _ in range(2):  # lost after the checkpoint, before that was on record: put there once
+        assert train(config)[1] == []
+        assert stopped_early(run_dir, 2) == best + 4
+    assert (run_dir / "metrics.jsonl").read_text().count('"early_stopped"') == 2
     more = configure(folder, "early", **rising | {"validation": {"every": 2, "steps": 1, "patience": 3}})
     assert len(train(more, until=best + 6)[1]) == 2
 
@@ -213,11 +220,13 @@ def test_a_run_goes_back_to_a_named_step_and_a_branch_decays_from_there(folder, 
         if '"lr"' in line
     ]
     peak = config.optimizer.lr
+    schedule_free = ["--optimizer.name", "schedule_free", "--schedule.name", "constant"]
     assert rates == pytest.approx([peak, peak * (1 - math.sqrt(0.5))])  # step 5 is the peak's last, step 7 would be 0
     for decay, start, said in (
         ("50%", [], "Name where it begins"),
         ("1", ["--from", f"{run_dir}@4", "--train.steps", "5"], "lies in its decay. Name a step from 2 to 3"),
         ("8", ["--from", f"{run_dir}@3"], "has no checkpoint of step 3"),
+        ("2", ["--from", f"{run_dir}@4", *schedule_free], "--decay with optimizer.name='schedule_free'"),
         ("110%", ["--from", f"{run_dir}@4"], "must be a share of the steps so far"),
     ):
         assert main(["run", str(file), "--run.name", "other", *start, "--decay", decay]) == 2

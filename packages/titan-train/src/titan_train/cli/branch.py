@@ -78,6 +78,11 @@ def _decayed(config: Config, length: float) -> tuple[Config, str]:
     start = config.checkpoint.start_from
     if not start:
         raise ValueError("--decay is the schedule of a branch. Name where it begins, such as --from runs/a@1000.")
+    if config.optimizer.name == "schedule_free":
+        raise ValueError(
+            "--decay with optimizer.name='schedule_free', which averages the weights in place of a decay: every step "
+            "is as good as decayed. Leave --decay out."
+        )
     step = int(split_start(start)[1])
     planned = check_schedule(config.schedule, max(config.train.steps, step))
     warmup, decays_from = planned["warmup_steps"], planned["total_steps"] - planned["decay_steps"]

@@ -31,6 +31,10 @@ class Spikes:
         """Steps left out since the last one that was made."""
         self.limit = math.inf
         """The norm beyond which the next step is left out, a float32 number."""
+        self.rewinds = 0
+        """How often the run went back since it last came past a spike."""
+        self.worst = 0
+        """The latest step at which it did."""
 
     def note(self, grad_norm: float, *, skipped: bool) -> bool:
         """Count a step that is done; whether it was a spike.
@@ -59,6 +63,12 @@ class Spikes:
         if norms:
             self._norms.clear()
             self._set_limit()
+
+    def went_back(self, step: int) -> int:
+        """Count that the run went back at ``step``. Returns how often it did since it last came past a spike."""
+        self.rewinds = self.rewinds + 1 if step <= self.worst else 1
+        self.worst = max(self.worst, step)
+        return self.rewinds
 
     def state_dict(self) -> list[float]:
         """The steps left out in a row, then the norms; empty if no step is ever left out."""

@@ -22,7 +22,16 @@ from titan_train.optim.build import check_saved_weights
 from titan_train.optim.spikes import Spikes
 from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.tied import tied_to_first
-from titan_train.run_folder import BEST, find_start, set_best_aside, staged_folder, staged_rewind, sync_run_folder
+from titan_train.run_folder import (
+    BEST,
+    checkpoint_folders,
+    find_start,
+    set_best_aside,
+    staged_folder,
+    staged_rewind,
+    sync_run_folder,
+)
+from titan_train.run_folder.contents import best_saved
 from titan_train.task import TaskInputs
 from titan_train.train.best import BestValidation
 from titan_train.train.observer import ObservedRun
@@ -31,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _CONFIGURED = "lr", "weight_decay", "frozen"
 """The configuration's settings in the groups of a program's own optimizer, which may keep running values in the others."""
-_COMPRESSION, _SPIKES, _BEST = "compression", "gradient_norms", "best_validation"
+_COMPRESSION, _SPIKES, _REWINDS, _BEST = "compression", "gradient_norms", "rewinds", "best_validation"
 
 
 class Checkpoints:
@@ -80,6 +89,8 @@ class Checkpoints:
         try:
             with self._dtypes_by_name(self.checkpointer, asked or found):
                 step = self.checkpointer.restore(self._state(), asked or "latest", fallback=asked is None)
+            if step and self._run.config.checkpoint.keep_best:
+                self._correct_best(step)
             if not step and self._run.config.checkpoint.start_from:
                 step = self._branch(self._run.config.checkpoint.start_from)
         except NoIntactStepError as err:  # on every rank
@@ -137,6 +148,21 @@ class Checkpoints:
         for number, folder in moved.items():
             self._run.message(f"step {number}, the best so far, comes again: its checkpoint was moved to {folder}")
         self._best.go_back(step, gather_values(best)[0] if self._run.mesh is not None else best)
+
+    def _correct_best(self, step: int) -> None:
+        """After a restore: if the best checkpoint so far is gone, the best is that of those up to ``step``. Collective."""
+        kept, best = False, None
+        if self._run.rank == 0:
+            saved = checkpoint_folders(self._run.run_dir)
+            until = list(saved)[
+                : list(saved).index(step) + 1
+            ]  # what was saved later is no part of how the run came here
+            saved = {number: saved[number] for number in until if number <= step}
+            kept, best = self._best.step in saved, best_saved(saved)
+        found = [kept, best]
+        kept, best = gather_values(found)[0] if self._run.mesh is not None else found
+        if self._best.step and not kept:
+            self._best.go_back(step, best)
 
     def _drop_average(self) -> None:
         """Drop a restored moving average, if the run keeps none any more. An optimizer of the user's own may mean another."""
@@ -253,6 +279,8 @@ class RankState:
         state: dict[str, Any] = dict(self._loader.state_dict())
         if norms := self._spikes.state_dict():
             state[_SPIKES] = norms
+        if self._spikes.rewinds:
+            state[_REWINDS] = [self._spikes.rewinds, self._spikes.worst]
         if self._best.step:
             state[_BEST] = self._best.state_dict()
         if self._hooks:
@@ -261,8 +289,10 @@ class RankState:
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Continue on as many ranks."""
-        position = {key: value for key, value in state.items() if key not in (_COMPRESSION, _SPIKES, _BEST)}
+        own = _COMPRESSION, _SPIKES, _REWINDS, _BEST
+        position = {key: value for key, value in state.items() if key not in own}
         self._spikes.load_state_dict(state.get(_SPIKES, []))
+        self._spikes.rewinds, self._spikes.worst = state.get(_REWINDS, (0, 0))
         self._loader.load_state_dict(position, allow_data_change=self._allow_change)
         if _BEST in state:
             self._best.load_state_dict(state[_BEST])

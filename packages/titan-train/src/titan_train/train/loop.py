@@ -16,7 +16,7 @@ from titan_train.data.loader.data_loader import DataLoader
 from titan_train.data.loader.iterated import Loader
 from titan_train.data.loader.source import TaskBatch
 from titan_train.observe.records import ValidationRecord
-from titan_train.observe.run_info import record_early_stop
+from titan_train.observe.run_info import record_early_stop, stopped_early
 from titan_train.optim import Scheduler
 from titan_train.optim.average import has_ema, update_ema
 from titan_train.optim.spikes import Spikes
@@ -45,10 +45,6 @@ class TrainingLoop(ObservedRun):
     _batches: Iterator[TaskBatch] | None = None
     _sequences = 0
     _spikes: Spikes
-    _rewinds = 0
-    """How often the run went back since it last came past a spike."""
-    _worst = 0
-    """The latest step at which it did."""
     _random: StepRandom
     _optimizer_step: OptimizerStep
     _checkpoints: Checkpoints
@@ -72,7 +68,11 @@ class TrainingLoop(ObservedRun):
         """
         config, total = self.config, self.config.train.steps
         last = total if until is None else min(until, total)
-        if self.step >= last or self._best.exhausted:
+        if self._best.exhausted and self.step < total:
+            if stopped_early(self.run_dir, config.validation.patience) != self.step:
+                self._stop_early()  # lost before this was on record, or patience was lowered
+            return
+        if self.step >= last:
             return
         self._saved_at = time.monotonic()
         with contextlib.ExitStack() as around:
@@ -203,22 +203,22 @@ class TrainingLoop(ObservedRun):
             )
             self.event("spikes_accepted", since=before)
             return False
-        self._rewinds = self._rewinds + 1 if here <= self._worst else 1
-        self._worst = max(self._worst, here)
-        if self._rewinds > _MOST_REWINDS:
+        if self._spikes.went_back(here) > _MOST_REWINDS:
             raise RuntimeError(
                 f"gradients were far larger than usual again after going back {_MOST_REWINDS} times, each time with other data: "
                 f"the data of one place is not the reason. Lower optimizer.lr, or raise spikes.sigma above "
                 f"{self.config.spikes.sigma}; the newest checkpoint is that of step {found}."
             )
         self.step = found
+        self.save()  # what a restart continues from: these weights, with the data after the spikes
+        with self._phase("checkpoint", found):
+            self._checkpoints.checkpointer.wait()  # until then, a restart needs the record of the steps that are dropped here
         for observer in self.observers:
             observer.on_rewind(found)
         self.event("rewound", spikes_from=before + 1, spikes_to=here)
         self.message(
             f"gradients of steps {before + 1} to {here} were far too large: back to step {found}, on with later data"
         )
-        self.save()  # what a restart continues from: these weights, with the data after the spikes
         return True
 
     def _data_lacks(self, step: int) -> str:
