@@ -273,4 +273,25 @@ def test_a_download_that_broke_off_is_missing_and_its_files_are_not_read(tmp_pat
             list_files(source)
     (folder / ".parts").rmdir()
     assert [*missing_repositories(tree)] == []
+    more = {"data": {"validation_sources": [{"paths": ["hf:datasets/org/more"]}]}}
+    assert [*missing_repositories(more)] == [("data.validation_sources.paths", "hf:datasets/org/more")]
     assert [file.path.name for source in sources for file in list_files(source)] == ["a.jsonl", "a.jsonl"]
+
+
+def test_a_folder_that_was_loaded_for_its_tokenizer_lacks_the_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "org/name"
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").touch()
+
+    def missing(**model):
+        tree = {"model": model, "tokenizer": {"path": "hf:org/name"}}
+        return [key for key, _ in missing_repositories(tree)]
+
+    assert missing() == []
+    assert missing(init="hf:org/name") == ["model.init"]
+    assert missing(name="hf:org/name") == ["model.name"]
+    (folder / "config.json").touch()
+    assert (missing(init="hf:org/name"), missing(name="hf:org/name")) == (["model.init"], [])
+    (folder / "model.safetensors").touch()
+    assert missing(init="hf:org/name", name="hf:org/name") == []

@@ -8,7 +8,9 @@ import time
 import types
 
 import pytest
+from titan_train.config import parse_config
 from titan_train.config.metrics import MetricsConfig
+from titan_train.launch.validate import check_start
 from titan_train.observe import (
     JsonlTracker,
     StepRecord,
@@ -42,6 +44,19 @@ def test_a_missing_package_is_refused_with_the_extra_that_brings_it(tmp_path, mo
     with pytest.raises(ValueError, match=rf"titan-train\[{switch}\]"):
         build_trackers(config, tmp_path)
     check_trackers(MetricsConfig())
+
+
+def test_only_a_new_run_is_refused_for_its_trackers(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else find_spec(name))
+    settings = {"run": {"dir": str(tmp_path)}, "metrics": {"trackers": ["mlflow"]}, "launch": {"device": "cpu"}}
+    config = parse_config(settings)
+    with pytest.raises(ValueError, match=r"titan-train\[mlflow\]"):
+        check_start(config, 1)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "MANIFEST.json").touch()
+    check_start(config, 1)
 
 
 def test_tensorboard_holds_every_finite_scalar_and_hides_steps_that_are_made_again(tmp_path, step_record):

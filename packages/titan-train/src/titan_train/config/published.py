@@ -21,6 +21,8 @@ RUN = "run:"
 """Begins a ``model.init`` that is another run of this program."""
 TOKENIZER = "tokenizer"
 """In ``model.init_changes``: the ids may be those of another tokenizer."""
+_FILES = {"model.init": ("config.json", "*.safetensors"), "model.name": ("config.json",)}
+"""What a folder has if it is more than a tokenizer: one that was loaded for another key may lack it."""
 
 
 def with_published(tree: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -68,17 +70,18 @@ def missing_repositories(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ("model.name", model.get("name")),
         ("tokenizer.path", tokenizer.get("path")),
     ]
-    sources = data.get("sources")
-    for source in cast("list[Any]", sources) if isinstance(sources, list) else []:
-        named += [
-            ("data.sources.paths", path) for path in _strings(source.get("paths") if isinstance(source, dict) else None)
-        ]
+    for kind in ("sources", "validation_sources"):
+        sources = data.get(kind)
+        for source in cast("list[Any]", sources) if isinstance(sources, list) else []:
+            paths = _strings(source.get("paths") if isinstance(source, dict) else None)
+            named += [(f"data.{kind}.paths", path) for path in paths]
     seen: set[str] = set()
     for key, value in named:
         if not isinstance(value, str) or value in seen or not download_hint(value):
             continue
         folder = local_path(value)
-        if not folder.exists() or (folder / PARTS_NAME).is_dir():
+        lacks = [pattern for pattern in _FILES.get(key, ()) if not any(folder.glob(pattern))]
+        if lacks or not folder.exists() or (folder / PARTS_NAME).is_dir():
             seen.add(value)
             yield key, value
 

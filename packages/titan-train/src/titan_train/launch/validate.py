@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def check_start(config: Config, world_size: int) -> "RunPlan":
-    """What `run` and `check` refuse before any rank starts: layout, trackers, the run's folder, this process's environment.
+    """What `run` and `check` refuse before any rank starts: layout, the run's folder, this process's environment.
+
+    Trackers that cannot work are refused for a new run only: one that continues goes on without them.
 
     Returns:
         The plan of the layout.
@@ -36,7 +38,7 @@ def check_start(config: Config, world_size: int) -> "RunPlan":
     from titan_train.launch.rank.info import count_gpus
     from titan_train.observe import check_trackers
     from titan_train.parallel.layout.run import plan_run
-    from titan_train.run_folder import check_run_folder, run_folder
+    from titan_train.run_folder import check_run_folder, newest_checkpoint, run_folder
     from titan_train.train.best import check_measured
 
     check_environment(cuda=config.launch.device != "cpu" and count_gpus() > 0)
@@ -47,8 +49,9 @@ def check_start(config: Config, world_size: int) -> "RunPlan":
             f"choice is {world_size}."
         )
     check_measured(config)
-    check_trackers(config.metrics)
     check_run_folder(run_folder(config))
+    if newest_checkpoint(run_folder(config)) is None:
+        check_trackers(config.metrics)
     return plan
 
 
