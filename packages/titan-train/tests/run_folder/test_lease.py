@@ -228,7 +228,7 @@ def test_a_file_elsewhere_is_not_written_through_a_link(tmp_path):
     scratch.mkdir()
     (run_dir / "checkpoints").symlink_to(scratch)  # as one does where the home is small
     Lease(run_dir).release()
-    for name in ("metrics.jsonl", "logs/rank-1.log"):
+    for name in ("metrics.jsonl", "logs/rank-1.log", "traces/rank-1.json.gz"):
         path = run_dir / name
         path.parent.mkdir(exist_ok=True)
         path.symlink_to(precious)

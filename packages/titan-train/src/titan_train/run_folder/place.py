@@ -9,8 +9,11 @@ _FOLDERS = (
 )  # fmt: skip
 _FILES = (
     "attempts.jsonl", "config.toml", "layout.txt", "lease.json", "metrics.blocks.jsonl", "metrics.jsonl", "metrics.prom",
-    "mlflow_run_id", "pipeline.json", "report.html", "run.json", "wandb_run_id",
+    "mlflow_run_id", "pipeline.json", "report.html", "run.json", "trackio_run_name", "wandb_run_id",
 )  # fmt: skip
+
+_WRITTEN = ("logs/*", "hangs/*/*", "traces/*")
+"""Files in folders that are written in place. All others are new, or replaced whole."""
 
 
 def check_run_folder(run_dir: Path) -> None:
@@ -35,7 +38,7 @@ def check_run_folder(run_dir: Path) -> None:
         if path.exists() and not os.access(path, os.R_OK | os.W_OK):
             raise ValueError(f"{path} cannot be read and written by this user. Change its owner or its mode.")
     # a run appends to its files and cuts them: through a link it would do so to a file elsewhere
-    for path in (*run_dir.iterdir(), *run_dir.glob("logs/*"), *run_dir.glob("hangs/*/*")):
+    for path in (*run_dir.iterdir(), *(path for files in _WRITTEN for path in run_dir.glob(files))):
         if path.is_symlink() and not path.is_dir():
             raise ValueError(
                 f"{path} is a link to {path.readlink()}, and a run would write to that file. Replace the link by a copy, "
