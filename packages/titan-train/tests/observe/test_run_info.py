@@ -1,6 +1,9 @@
 import json
 import subprocess
+import time
+from datetime import datetime
 
+import pytest
 from titan_train.observe import RunInfo, add_run_info, read_run_info
 
 
@@ -70,3 +73,17 @@ def test_an_unreadable_run_json_reads_as_nothing(tmp_path):
     assert read_run_info(tmp_path) == {}
     (tmp_path / "run.json").write_text(json.dumps([1]))
     assert read_run_info(tmp_path) == {}
+
+
+def test_of_an_attempt_that_could_not_say_how_it_ended_the_supervisor_s_journal_does(tmp_path):
+    before = {"attempt": 0, "time": time.time() - 100, "to_step": 3, "end": "another run"}
+    RunInfo(tmp_path, device="cpu", world_size=2)
+    lost = {"attempt": 0, "time": time.time() + 1, "to_step": 7, "end": "rank 1 was killed"}
+    refused = {"attempt": 1, "time": time.time() + 2, "to_step": 5, "end": "rank 0 refused"}  # it took no effect
+    (tmp_path / "attempts.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (before, lost, refused)) + '{"e'
+    )
+    RunInfo(tmp_path, device="cpu", world_size=2, resume_step=5)
+    attempt, _ = read_run_info(tmp_path)["attempts"]
+    assert (attempt["status"], attempt["to_step"], attempt["error"]) == ("killed", 7, "rank 1 was killed")
+    assert datetime.fromisoformat(attempt["ended"]).timestamp() == pytest.approx(lost["time"], abs=1e-3)

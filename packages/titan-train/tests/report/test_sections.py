@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from datetime import datetime
 
 import pytest
 from titan_pipeline import Costs, Measurement, Slot, build_schedule, simulate
@@ -105,6 +106,23 @@ def test_faults_name_step_cause_and_what_was_done(make_run):
     html = build_report(run_dir).read_text()
     assert "rank 3 &lt;b&gt;died" in html
     assert faults(read_folder(make_run(10, name="quiet"))) == []
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_lost_attempt_names_the_one_that_went_on(make_run, supervised):
+    run_dir = make_run(40, status=None)
+    info = json.loads((run_dir / "run.json").read_text())
+    lost = {"status": "killed", "started": "2020-01-01T00:00:00+00:00", "to_step": 22, "from_step": 0, "world_size": 4}
+    again = {"status": "running", "started": "2020-01-01T01:00:00+00:00", "from_step": 20, "world_size": 3}
+    (run_dir / "run.json").write_text(json.dumps(info | {"attempts": [lost]}))
+    if supervised:
+        ended = datetime.fromisoformat("2020-01-01T00:30:00+00:00").timestamp()
+        line = {"attempt": 0, "time": ended, "world_size": 4, "from_step": 0, "to_step": 22, "end": "rank 3 died"}
+        (run_dir / "attempts.jsonl").write_text(json.dumps(line) + "\n")
+    assert [fault.then for fault in faults(read_folder(run_dir))] == ["the run ended"]
+    (run_dir / "run.json").write_text(json.dumps(info | {"attempts": [lost, again]}))
+    (found,) = faults(read_folder(run_dir))
+    assert (found.step, found.then) == (22, "continued from step 20 on 3 ranks")
 
 
 def test_the_ranks_are_drawn_and_cpus_have_no_nvlink(make_run):

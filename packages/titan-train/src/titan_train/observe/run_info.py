@@ -1,11 +1,12 @@
 """`run.json`: what was run, where, with which versions, and how it ended. One entry for every attempt.
 
 A run that is killed cannot say so. Its attempt stays "running" in the file, and the next attempt of the same run
-marks it "killed".
+marks it "killed", with what the supervisor's journal says of its end, if there was a supervisor.
 """
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -20,6 +21,7 @@ from titan_train.config.patterns import with_orders
 from titan_train.files import parse_json, read_text, write_atomic
 
 FILE_NAME = "run.json"
+_JOURNAL = "attempts.jsonl"
 Span = tuple[int, dict[str, Any]]
 """The step after which settings hold, and their values by dotted name."""
 Status = Literal["finished", "stopped", "failed"]
@@ -57,7 +59,7 @@ class RunInfo:
         attempts: list[dict[str, Any]] = read_run_info(run_dir).get("attempts", []) if resume_step else []
         for attempt in attempts:
             if attempt.get("status") == "running":
-                attempt["status"] = "killed"
+                attempt |= _lost(self._run_dir, attempt)
         attempt: dict[str, Any] = {
             "status": "running",
             "started": _now(),
@@ -105,7 +107,7 @@ class RunInfo:
         attempts: list[dict[str, Any]] = info.get("attempts", [])
         running = [attempt for attempt in attempts if attempt.get("status") == "running"]
         for attempt in running:  # an earlier one was lost, and this one may not have taken effect
-            attempt["status"] = "killed"
+            attempt |= _lost(self._run_dir, attempt)
         if running and running[-1].get("started") == self._started:
             running[-1].update(status=status, ended=_now(), to_step=step, error=error)
         if running:
@@ -131,6 +133,31 @@ def read_run_info(run_dir: str | Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+
+def read_ends(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of ``attempts.jsonl``, one for each attempt that ended; empty for a run without a supervisor."""
+    try:
+        raw = (run_dir / _JOURNAL).read_bytes()
+    except OSError:
+        return []
+    lines: list[dict[str, Any]] = []
+    for text in raw.splitlines():
+        try:
+            line = parse_json(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and "end" in line:
+            lines.append(line)
+    return lines
+
+
+def began_at(attempt: Mapping[str, Any]) -> float:
+    """When an attempt of ``run.json`` started, in Unix seconds; infinity where it does not say."""
+    try:
+        return datetime.fromisoformat(attempt["started"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return math.inf
 
 
 def settings_spans(info: Mapping[str, Any]) -> list[Span]:
@@ -173,6 +200,24 @@ def stopped_early(run_dir: Path, patience: int) -> int | None:
             return step
         case _:
             return None
+
+
+def _lost(run_dir: Path, attempt: Mapping[str, Any]) -> dict[str, Any]:
+    """How an attempt ended that could not say so: by the first line that its supervisor wrote after its start."""
+    began = began_at(attempt)
+    for end in read_ends(run_dir):
+        match end:
+            case {"time": int(time) | float(time), "end": str(text)} if began <= time < 2**33:
+                step, asked = end.get("to_step"), text == "stopped"
+                return {
+                    "status": "stopped" if asked else "killed",
+                    "ended": datetime.fromtimestamp(time, UTC).isoformat(),
+                    "to_step": step if isinstance(step, int) else None,
+                    "error": None if asked else text,
+                }
+            case _:
+                continue
+    return {"status": "killed"}
 
 
 def _write(run_dir: Path, info: dict[str, Any]) -> None:

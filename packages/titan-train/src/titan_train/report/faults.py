@@ -1,13 +1,13 @@
 """What went wrong in a run, and what was done about it: ended attempts, and events of faults."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from titan_train.files import parse_json
+from titan_train.observe.run_info import began_at, read_ends
 from titan_train.report.folder import RunFolder
 
-_JOURNAL = "attempts.jsonl"
 # Kinds of events that report a fault
 _FAULTY = re.compile(
     r"nonfinite|fault|straggler|slow|imbalance|unbalanced|spike|rerun|verdict|(?<!c)hang|passed_over|failed|lost|retry|oom"
@@ -35,20 +35,22 @@ def faults(folder: RunFolder) -> list[FaultRow]:
 
 
 def _attempts(folder: RunFolder) -> list[FaultRow]:
-    ends = _journal(folder)
-    if not ends:  # not supervised: what run.json says
-        ends = [
-            {"end": a.get("error") or a.get("status"), "to_step": a.get("to_step"), "time": a.get("ended")}
-            for a in folder.attempts
+    ends, starts = read_ends(folder.path), folder.attempts
+    if ends:  # the one under way, if there is one, is in run.json alone
+        pairs = list(zip(ends, [*ends[1:], _started_after(ends[-1], starts)], strict=True))
+    else:  # not supervised: what run.json says
+        pairs = [
+            ({"end": a.get("error") or a.get("status"), "to_step": a.get("to_step"), "time": a.get("ended")}, after)
+            for a, after in zip(starts, [*starts[1:], None], strict=False)
             if a.get("status") in ("failed", "killed")
         ]
+    running = folder.status == "running"
     found: list[FaultRow] = []
-    for i, end in enumerate(ends):
+    for end, after in pairs:
         text = str(end.get("end"))
         if text in ("finished", "stopped"):
             continue
-        after = ends[i + 1] if i + 1 < len(ends) else None
-        then = "the run ended"
+        then = "" if running else "the run ended"
         if after is not None:
             then = f"continued from step {after.get('from_step', '?')} on {after.get('world_size', '?')} ranks"
             if isinstance(after.get("recovered_s"), int | float):
@@ -70,17 +72,7 @@ def _events(folder: RunFolder) -> list[FaultRow]:
     return found
 
 
-def _journal(folder: RunFolder) -> list[dict[str, Any]]:
-    try:
-        raw = (folder.path / _JOURNAL).read_bytes()
-    except OSError:
-        return []
-    lines: list[dict[str, Any]] = []
-    for text in raw.splitlines():
-        try:
-            line = parse_json(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and "end" in line:
-            lines.append(line)
-    return lines
+def _started_after(end: dict[str, Any], attempts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The attempt that followed one that ended then."""
+    ended = end.get("time")
+    return next((a for a in attempts if isinstance(ended, int | float) and ended < began_at(a) < math.inf), None)
