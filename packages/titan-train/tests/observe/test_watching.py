@@ -44,6 +44,22 @@ def test_new_lines_are_read_once_and_a_torn_one_waits(run_dir):
     assert [line["step"] for line in follower.new_lines()] == [1]
 
 
+def test_of_a_file_that_a_resumed_run_cut_only_what_is_new_is_read(run_dir, step_record):
+    follower = Follower(run_dir, 4)
+    follower.new_lines()
+    for again in (5, 6):  # the file is longer after the second resume than it was when it was last read
+        tracker = JsonlTracker(run_dir, resume_step=4)
+        if again == 5:
+            assert follower.new_lines() == []
+            assert [line["step"] for line in follower.lines] == [1, 2, 3, 4]
+        for step in range(5, 4 + again):
+            tracker.log_step(step_record(step, loss=float(again)))
+        tracker.close()
+        new = follower.new_lines()
+        assert [(line["step"], line["loss"]) for line in new] == [(step, again) for step in range(5, 4 + again)]
+    assert [line["step"] for line in follower.lines] == [6, 7, 8, 9]
+
+
 def test_the_panel_shows_what_it_can_of_a_file_that_may_be_anyone_s(run_dir):
     step = {"kind": "step", "step": 7, "loss": 2.0}
     wrong = [{"step": "x"}, {"step": 1e400}, {"loss": [1]}, {"lr": {}}, {"tokens_per_s": "x"}, {"split": 3},

@@ -43,8 +43,7 @@ def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
     from titan_train.report.folder import attempts_of
     from titan_train.run_folder import run_status
 
-    follower = Follower(run_dir)
-    lines: list[dict[str, Any]] = []
+    follower = Follower(run_dir, _SHOWN)
     drawn = resolve_mode("auto", sys.stdout) == "bar"
 
     def state() -> tuple[str, Any]:
@@ -72,9 +71,10 @@ def _watch(run_dir: Path, total_steps: int, *, once: bool) -> int:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             status, goodput = state()
-            lines = [*lines, *follower.new_lines()][-_SHOWN:]
+            follower.new_lines()
             width = min(console.width, 110)
-            live.update(panel(run_dir.resolve().name, status, total_steps, lines, goodput, width), refresh=True)
+            shown = panel(run_dir.resolve().name, status, total_steps, list(follower.lines), goodput, width)
+            live.update(shown, refresh=True)
             if once or status != "running":
                 return 0
             time.sleep(1.0)

@@ -7,6 +7,9 @@ starting up, validating, steps that were lost.
 
 import contextlib
 import math
+import zlib
+from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,33 +35,59 @@ _NUMBERS = (
 
 
 class Follower:
-    """Reads the file from where it last stopped. A line that is not whole yet waits; a file that shrank is read again."""
+    """Reads the file from where it last stopped. A line that is not whole yet waits; a file that was cut is read again."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, newest: int = 0) -> None:
+        """Nothing is read yet.
+
+        Args:
+            run_dir: The run's folder.
+            newest: How many lines `lines` has at most.
+        """
         self.path = run_dir / FILE_NAME
+        self.lines: deque[dict[str, Any]] = deque(maxlen=newest)
+        """The newest that are in the file."""
         self._at = 0
+        self._last = b""
+        self._sums = array("L")  # of each line
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """The lines since the last call; empty while there are none."""
+        """The lines since the last call; empty while there are none. Of a file that a resumed run cut, those after the cut."""
+        known = array("L")
         try:
-            if self.path.stat().st_size < self._at:  # a resumed run cut it
-                self._at = 0
             with self.path.open("rb") as file:
-                file.seek(self._at)
+                file.seek(self._at - len(self._last))
                 data = file.read()
+                if not data.startswith(self._last):  # it was cut, and may have grown since
+                    file.seek(0)
+                    data = file.read()
+                    known, self._sums, self._at, self._last = self._sums, array("L"), 0, b""
+                    self.lines.clear()
         except OSError:
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._at += len(whole)
-        lines: list[dict[str, Any]] = []
-        for raw in whole.splitlines():
-            try:
-                line: object = parse_json(raw)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(line, dict) and _is_record(cast("dict[str, Any]", line)):
-                lines.append(cast("dict[str, Any]", line))
-        return lines
+        new: list[dict[str, Any]] = []
+        for raw in data[len(self._last) : data.rfind(b"\n") + 1].splitlines(keepends=True):
+            self._at, self._last = self._at + len(raw), raw
+            self._sums.append(zlib.crc32(raw))
+            if known[len(self._sums) - 1 : len(self._sums)] != self._sums[-1:]:
+                known = array("L")  # from here on it is another file
+            line = _record(raw)
+            if line is not None:
+                self.lines.append(line)
+                if not known:
+                    new.append(line)
+        return new
+
+
+def _record(raw: bytes) -> dict[str, Any] | None:
+    """The record that a line is; None if it is none."""
+    try:
+        line: object = parse_json(raw)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(line, dict) and _is_record(cast("dict[str, Any]", line)):
+        return cast("dict[str, Any]", line)
+    return None
 
 
 def _is_record(line: Mapping[str, Any]) -> bool:
