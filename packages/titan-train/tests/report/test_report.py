@@ -136,6 +136,28 @@ def test_steps_without_a_finite_loss_leave_a_gap_and_are_counted(make_run):
     assert "5 steps were skipped" in summarize(run_dir)
 
 
+def test_steps_that_were_left_out_are_counted_by_their_reasons(make_run):
+    run_dir = make_run(6, skipped=True)
+    events = [
+        (1, "nonfinite"),
+        (2, "spike"),
+        (3, "spike"),
+        (4, "nonfinite"),
+        (4, "rerun"),
+        (5, "nonfinite"),
+        (5, "rerun"),
+    ]
+    verdicts = {4: {"verdict": "persistent hardware"}, 5: {"verdict": "data or numerics"}}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for step, event in events:
+            line = {"kind": "event", "event": event, "step": step, "time": 1.0}
+            file.write(json.dumps(line | verdicts.get(step, {})) + "\n")
+    text = summarize(run_dir)
+    assert "3 steps were skipped because the loss or the gradient was not finite" in text  # one has no event
+    assert "2 steps were skipped because the gradient was far larger than usual" in text
+    assert "1 step was skipped because a rank computed wrongly" in text
+
+
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "run.json", "config.toml", "layout.txt"])
 def test_any_file_of_the_run_may_be_missing(make_run, missing):
     run_dir = make_run(15)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from titan_train.data.loader.source import TensorBatch
 from titan_train.inputs import prepare_inputs
 from titan_train.tasks.diffusion.batches import FlowTarget
 from titan_train.train import Trainer
-from titan_train.train.rerun import Rerun, Suspicion, judge, judge_elsewhere, neighbours_batches
+from titan_train.train.observer import StepResult
+from titan_train.train.observers import NonFiniteLimit
+from titan_train.train.rerun import Rerun, RerunVerdict, Suspicion, judge, judge_elsewhere, neighbours_batches
 from titan_train.train.step_random import RandomState
 
 SUSPICIOUS = {
@@ -96,6 +99,18 @@ def test_ranks_that_hold_one_replica_together_are_named_together(folder):
     ((_, verdict, ranks),) = verdicts(folder, "tp")
     assert verdict == "persistent hardware"
     assert ranks == [2, 3]
+
+
+def test_steps_left_out_for_a_faulty_rank_are_not_called_not_finite():
+    events = []
+    limit = NonFiniteLimit(2)
+    limit.run = SimpleNamespace(event=lambda kind, **_: events.append(kind), message=lambda _: None)
+    verdict = RerunVerdict("persistent hardware", (1,), "loss 90 after 3", (90.0, 90.0, 3.0))
+    info = SimpleNamespace(step=9, result=StepResult(90.0, 1.0, 8, True, (), {}, verdict))
+    limit.on_step(info)
+    with pytest.raises(RuntimeError, match=r"2 steps in a row .* step 9: .*persistent hardware fault on rank 1"):
+        limit.on_step(info)
+    assert events == ["rerun", "rerun"]
 
 
 def test_losses_are_suspect_when_they_jump_or_are_not_finite():

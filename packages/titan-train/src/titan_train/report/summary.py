@@ -125,11 +125,28 @@ def summarize(run: str | Path | RunFolder) -> str:
     lines += [f"  {row.label:<{width}}  {row.value}" + (f"  ({row.note})" if row.note else "") for row in rows]
     if not rows:
         lines.append("  no step was logged")
-    lines += [f"  {line}" for line in change_lines(folder.history.events)]
-    skipped = folder.history.skipped
-    if skipped:
-        lines.append(f"  {skipped} steps were skipped because the loss or the gradient was not finite")
+    lines += [f"  {line}" for line in (*change_lines(folder.history.events), *_skipped(folder.history))]
     return "\n".join(line for line in lines if line)
+
+
+def _skipped(history: History) -> list[str]:
+    """Steps that were left out, by their reasons: events tell the others, and those of steps that were not logged too."""
+    steps: dict[str, set[int]] = {"nonfinite": set(), "spike": set(), "persistent hardware": set()}
+    for event in history.events:
+        kind = str(event.fields.get("verdict")) if event.kind == "rerun" else event.kind
+        steps.get(kind, set()).add(event.step)
+    spikes, faulty = len(steps["spike"]), len(steps["persistent hardware"] - steps["spike"])
+    nonfinite = len(steps["nonfinite"] - steps["persistent hardware"])
+    counts = {
+        "the loss or the gradient was not finite": max(nonfinite, history.skipped - spikes - faulty),
+        "the gradient was far larger than usual": spikes,
+        "a rank computed wrongly": faulty,
+    }
+    return [
+        f"{count} step{'s were' if count > 1 else ' was'} skipped because {reason}"
+        for reason, count in counts.items()
+        if count > 0
+    ]
 
 
 def _waiting(history: History) -> str:

@@ -55,13 +55,21 @@ class NonFiniteLimit(Observer):
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        self.run.event("nonfinite", loss=result.loss, grad_norm=result.grad_norm)
-        if self._in_a_row >= self._limit:
+        fault = result.rerun if result.rerun is not None and result.rerun.skips else None
+        if fault is None:  # else the event `rerun` says why
+            self.run.event("nonfinite", loss=result.loss, grad_norm=result.grad_norm)
+        if self._in_a_row < self._limit:
+            return
+        if fault is not None:
             raise RuntimeError(
-                f"loss or gradient was not finite for {self._limit} steps in a row (step {info.step}: loss {result.loss}, "
-                f"gradient norm {result.grad_norm}); all of them were skipped, so the weights are unchanged. Lower "
-                "optimizer.lr, lengthen schedule.warmup_steps, or look at the data of these steps."
+                f"{self._limit} steps in a row were skipped, so the weights are unchanged. The last, step {info.step}: "
+                f"{fault.text}. Run it without that rank's machine."
             )
+        raise RuntimeError(
+            f"loss or gradient was not finite for {self._limit} steps in a row (step {info.step}: loss {result.loss}, "
+            f"gradient norm {result.grad_norm}); all of them were skipped, so the weights are unchanged. Lower "
+            "optimizer.lr, lengthen schedule.warmup_steps, or look at the data of these steps."
+        )
 
 
 class CollectGarbage(Observer):
