@@ -1,10 +1,13 @@
 """The division of a rank's time, the ranks' figures together, and the causes found in them; all without ranks."""
 
+import gzip
+import json
 import threading
 
 import pytest
 from titan_train.observe.timing import PHASES, Place, StepTimer, combine, find_causes, split_line
 from titan_train.observe.timing.causes import shortest_calls
+from titan_train.observe.timing.traces import read_traces, trace_file
 
 TP2_DP2 = {"tp": ((0, 1), (2, 3)), "dp_shard": ((0, 2), (1, 3))}
 
@@ -190,3 +193,21 @@ def test_a_timer_that_is_off_keeps_nothing(timer):
     for _ in range(3):
         timer.step_made()
     assert (timer.steps, timer._by_step) == (0, [])
+
+
+@pytest.mark.parametrize("steps", [(10, 13), (20, 23)])
+def test_traces_of_an_attempt_with_more_ranks_are_left_out(tmp_path, steps):
+    of_two, of_four = Place(2, {"dp_shard": ((0, 1),)}), Place(4, TP2_DP2)
+    for rank in range(4):
+        place, traced = (of_two, (10, 13)) if rank < 2 else (of_four, steps)
+        about = {
+            "rank": rank, "steps": traced, "offset_s": 0.0, "row": [1.0] * place.width, "blocking": True,
+            "place": {"world_size": place.world_size, "groups": place.groups, "stages": []},
+        }  # fmt: skip
+        trace_file(tmp_path, rank).parent.mkdir(exist_ok=True)
+        with gzip.open(trace_file(tmp_path, rank), "wt") as file:
+            json.dump({"titan": about, "traceEvents": [{"name": "step", "pid": rank, "ts": 5.0}]}, file)
+    traces = read_traces(tmp_path, tmp_path / "all.json.gz")
+    assert (traces.place.world_size, traces.split.step) == (2, 13)
+    with gzip.open(tmp_path / "all.json.gz") as file:
+        assert [event["pid"] for event in json.load(file)["traceEvents"]] == [0, 1]

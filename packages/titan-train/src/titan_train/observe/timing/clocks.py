@@ -70,7 +70,7 @@ def calls_of(events: Iterable[Mapping[str, Any]]) -> list[Call]:
     labelled = [e for e in events if "dur" in e and str(e["name"]).count(" ") == 1]
     labelled.sort(key=lambda e: float(e["ts"]))
     open_calls = 0
-    for event, following in zip(labelled, [*labelled[1:], {"name": ""}], strict=True):
+    for event, following in zip(labelled, [*labelled[1:], {"name": ""}], strict=False):
         axis, operation = str(event["name"]).split()
         if operation == "wait":
             open_calls = max(0, open_calls - 1)

@@ -73,6 +73,9 @@ def _read_traces(run_dir: Path, out: Path | None) -> Traces:
                 if "ts" in event:
                     event["ts"] -= 1e6 * about["offset_s"]
             events[int(about["rank"])] = trace["traceEvents"]
+    # files of an earlier attempt with more ranks may be there
+    ranks = next(iter(abouts.values()))["place"]["world_size"]
+    abouts = {rank: about for rank, about in abouts.items() if rank < ranks}
     newest = max(about["steps"][1] for about in abouts.values())
     abouts = {rank: about for rank, about in abouts.items() if about["steps"][1] == newest}
     first = next(iter(abouts.values()))
@@ -94,7 +97,7 @@ def _read_traces(run_dir: Path, out: Path | None) -> Traces:
             calls = {rank: calls_of(events[rank]) for rank in abouts}
             for rank, ahead_us in errors_of_clocks(calls, place.groups).items():
                 _move(events[rank], -ahead_us)
-        together = [event for rank in sorted(events) for event in events[rank]]
+        together = [event for rank in abouts for event in events[rank]]
         _move(together, -min((event["ts"] for event in together if "ts" in event), default=0.0))
         text = json.dumps({"traceEvents": together, "displayTimeUnit": "ms"})
         write_atomic(
