@@ -9,6 +9,7 @@ import pytest
 import titan_train
 import torch
 from titan_train.config import parse_config
+from titan_train.run_folder import run_folder
 from titan_train.task import load_task
 from torch import nn
 
@@ -103,6 +104,24 @@ def test_a_task_of_the_users_own_trains_validates_and_keeps_its_files(tmp_path):
     assert kept
     metrics = (tmp_path / "own" / "metrics.jsonl").read_text()
     assert metrics.count('"kind":"validation"') == 2
+
+
+def test_it_is_told_the_folder_that_the_run_is_in(tmp_path):
+    told = []
+
+    class Told(RegressionTask):
+        def prepare(self, config, *, quiet=False):
+            told.append(run_folder(config))
+
+        def open(self, config):
+            told.append(run_folder(config))
+            return super().open(config)
+
+    elsewhere = tmp_path / "other" / "mine"
+    for run_dir, folder in ((elsewhere, elsewhere), (None, tmp_path / "own")):
+        with titan_train.Trainer(configure(tmp_path), run_dir, task=Told()) as trainer:
+            assert told[-2:] == [folder, folder]
+            assert run_folder(trainer.config) == tmp_path / "own"
 
 
 def test_it_resumes_with_the_same_losses(tmp_path):

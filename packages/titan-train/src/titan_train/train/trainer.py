@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -121,7 +122,7 @@ class Trainer(TrainingLoop):
         self._closed = False
         try:
             if data is None and monitor is None and world_size == 1:  # no launcher has prepared the inputs
-                self.task.prepare(config)
+                self.task.prepare(_in_folder(config, self.run_dir))
             self._build(config, plan, world_size)
             self.log = RunLog(config, self._measure)
             self.observers = build_observers(self, monitor, self._measure, self.log, callbacks)
@@ -136,7 +137,7 @@ class Trainer(TrainingLoop):
             self.mesh, sequence_parallel=config.parallel.sequence_parallel, shared_over=config.context.axis
         )
         if self._data is None:
-            self._inputs: TaskInputs = self.task.open(config)
+            self._inputs: TaskInputs = self.task.open(_in_folder(config, self.run_dir))
         else:
             self._inputs = GivenInputs(config, self.task, self._data, self._validation_data)
         self.model = build_parallel_model(
@@ -318,3 +319,13 @@ class Trainer(TrainingLoop):
             self.close()
         else:
             self.abandon()
+
+
+def _in_folder(config: Config, run_dir: Path) -> Config:
+    """The configuration whose run's folder is ``run_dir``: there a task looks for what the run began with."""
+    folder = run_dir.resolve()
+    if folder == run_folder(config).resolve():
+        return config
+    with contextlib.suppress(ValueError):  # a name that no run may have
+        config = replace(config, run=replace(config.run, dir=str(folder.parent), name=folder.name))
+    return config
