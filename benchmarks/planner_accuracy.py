@@ -4,14 +4,14 @@ Method: the shipped tables are scored in three parts, each with the few constant
 
 1. ``published_throughput.csv`` (torchtitan): four constants on four rows.
 2. SimuMax's rows of ``measured_rows.csv``: six constants on six rows.
-3. Megatron-Bridge, NeMo, Automodel, MaxText, Wan: one factor for dense and one for routed models, fitted three times
-   without what is predicted: without its model, without its release, without its stack. The same with the rows as their
-   pages print them, without the settings that were looked up in recipes.
+3. Megatron-Bridge, NeMo, Automodel, MaxText, Wan: nothing is fitted. Intervals are scored three times, as if rows of the same
+   model, of the same release, of the same stack had not been seen: they are wider on a machine without another row. The same
+   with the rows as their pages print them, without the settings that were looked up in recipes.
 
 Output: a line for each row, a summary, and one JSON object as the last line. ``--rows FILE.csv`` scores another table of
 the same columns with the shipped constants: nothing of it is fitted.
 
-Limits: the deviations of `software.py`, the prior's weight and the cost model's form were chosen with these rows in view;
+Limits: the deviations, the priors and the cost model's form were chosen with these rows in view;
 only rows from elsewhere are a blind test.
 
 Example: ``python benchmarks/planner_accuracy.py --out benchmarks/results/planner_accuracy_202611``
@@ -30,16 +30,16 @@ from titan_train.planner.calibrate.defaults import (
     SIMUMAX_CONSTANTS,
     SIMUMAX_FIT_ROWS,
     TORCH_FIT_ROWS,
+    by_prior,
     constants_for,
     fit_torch,
+    measured_machines,
+    predict_other,
     simumax_set,
-    software_model,
     torch_set,
-    without_factor,
 )
 from titan_train.planner.calibrate.fit import predicted
 from titan_train.planner.calibrate.rows import MeasuredRow, load_rows, parse_row
-from titan_train.planner.calibrate.software import LEFT_OUT, leave_out
 from titan_train.planner.memory.peak import memory_peak
 
 RECIPE_COLUMNS = (
@@ -53,6 +53,12 @@ RECIPE_COLUMNS = (
     "offload",
 )
 Z80 = 1.2816
+LEFT_OUT = {
+    "model": lambda row: row.shape.name,
+    "release": lambda row: (row.collection, row.release),
+    "stack": lambda row: "bridge" if row.collection == "skills" else row.collection,  # pages of one repository
+}
+"""What the rows that are hidden together have in common."""
 
 
 def score(
@@ -128,10 +134,12 @@ def simumax_part() -> dict:
 
 
 def stacks_part(rows: list[MeasuredRow], title: str) -> dict:
-    """Two factors that saw no row of the same model, of the same release, of the same stack."""
-    out: dict = {"factors": {"routed" if k else "dense": v for k, v in software_model().speed.items()}}
+    """Intervals that saw no row of the same model, of the same release, of the same stack."""
+    out: dict = {}
     for name, key in LEFT_OUT.items():
-        predictions = leave_out(rows, without_factor, key)
+        predictions = [
+            predict_other(row, measured_machines([other for other in rows if key(other) != key(row)])) for row in rows
+        ]
         speeds, spreads = [p[0] for p in predictions], [p[1] for p in predictions]
         out[name] = score(f"{title}, without its {name}", rows, speeds, set(), spreads, quiet=name != "model")
         for kind, routed in (("dense", False), ("routed", True)):
@@ -159,12 +167,18 @@ def as_printed(number: int, record: dict[str, str]) -> MeasuredRow | None:
     return parse_row({name: "" if name in looked_up else value for name, value in record.items()}, number)
 
 
+def layout(row: MeasuredRow) -> tuple:
+    """What makes two rows the same layout: the batch and the software are left out."""
+    s, shape = row.setup, (row.shape.name, row.shape.num_layers, row.machine.name)
+    return (*shape, s.world_size, s.tp, s.cp, s.pp, s.ep, s.seq_len, s.sharding, s.task)
+
+
 def differs_in_one_axis(a: MeasuredRow, b: MeasuredRow) -> bool:
     """Whether two rows of one model, machine, precision, length and release differ in one choice of layout only."""
     same = (a.shape.name, a.shape.num_layers, a.machine.name, a.setup.precision, a.setup.seq_len, a.setup.task)
     if same != (b.shape.name, b.shape.num_layers, b.machine.name, b.setup.precision, b.setup.seq_len, b.setup.task):
         return False
-    if a.collection != b.collection or (a.layout == b.layout and a.setup.microbatches == b.setup.microbatches):
+    if a.collection != b.collection or (layout(a) == layout(b) and a.setup.microbatches == b.setup.microbatches):
         return False
     choices = (
         "tp",
@@ -188,8 +202,7 @@ def differs_in_one_axis(a: MeasuredRow, b: MeasuredRow) -> bool:
 def order_pairs(rows: list[MeasuredRow]) -> dict:
     """Of two layouts that differ in one axis: how often is the faster one named?"""
     simumax = [row for row in load_rows("measured_rows.csv") if row.collection == "simumax"]
-    # both layouts of a pair are predicted with the same factor: only the form decides
-    form = {row.number: without_factor(row) for row in rows}
+    form = {row.number: by_prior(row) for row in rows}
     form |= {row.number: predicted(row, simumax_set()) for row in simumax}
     every = [*rows, *simumax]
     pairs = [(a, b) for i, a in enumerate(every) for b in every[i + 1 :] if differs_in_one_axis(a, b)]
@@ -218,7 +231,7 @@ def other_rows(path: str) -> dict:
             constants = constants_for(row.machine, row.setup, routed=row.shape.moe)
             found = predicted(row, constants), constants.spread
         else:
-            found = software_model().predict(row, without_factor)
+            found = predict_other(row)
         speeds.append(found[0])
         spreads.append(found[1])
     return {"rows": score(path, rows, speeds, set(), spreads)}

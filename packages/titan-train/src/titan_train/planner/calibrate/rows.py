@@ -39,24 +39,6 @@ class MeasuredRow:
     alternatives: tuple[Setup, ...] = ()
     """What the setup can be where the source leaves settings out; empty where it states all."""
 
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """What makes two rows the same layout: the batch and the software are left out."""
-        s = self.setup
-        return (
-            self.shape.name,
-            self.shape.num_layers,
-            self.machine.name,
-            s.world_size,
-            s.tp,
-            s.cp,
-            s.pp,
-            s.ep,
-            s.seq_len,
-            s.sharding,
-            s.task,
-        )
-
 
 def load_rows(path: str | None = None) -> list[MeasuredRow]:
     """Read a shipped table by name, any table by path, or both shipped ones.
