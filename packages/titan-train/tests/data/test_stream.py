@@ -9,6 +9,7 @@ import pytest
 from titan_train.config import DataConfig, SourceConfig
 from titan_train.data import DataLoader, MalformedInputError, PackedDataset, build_datasets, prepare
 from titan_train.data.sources.document import CorpusFile
+from titan_train.data.sources.encoding import DocumentTokens
 from titan_train.data.stream.token_stream import TokenStream
 from titan_train.tokenizers import ByteTokenizer
 
@@ -236,6 +237,36 @@ def test_disk_and_memory_stay_bounded_and_removed_blocks_are_made_again(tmp_path
         path.unlink()
     again, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 60)
     assert np.array_equal(plain, again)
+
+
+def count_documents(monkeypatch):
+    """A list with an entry for each document that is read from now on."""
+    read = []
+    monkeypatch.setattr(
+        DocumentTokens, "of", lambda stored, ids, of=DocumentTokens.of: read.append(1) or of(stored, ids)
+    )
+    return read
+
+
+def test_a_step_of_more_blocks_than_are_usually_kept_reads_each_document_once(tmp_path, monkeypatch):
+    folder = write_files(tmp_path / "text", num_files=1, documents=400)
+    read = count_documents(monkeypatch)
+    dataset = dataset_of(source_of(folder, stream_window=1), tmp_path / "a")
+    made, state = batches(dataset, 2, global_batch=70)
+    dataset.close()
+    assert len(read) <= np.count_nonzero(np.concatenate(made) == 257) + 5
+    assert state["streams"]["web"][0] == 140
+    assert len(list((tmp_path / "a").glob("web-stream-*/*.tok"))) <= 2 * 71 + 2
+
+
+def test_runs_that_share_a_folder_do_not_send_each_other_to_its_beginning(tmp_path, monkeypatch):
+    folder = write_files(tmp_path / "text", num_files=1, documents=300)
+    slow, fast = (dataset_of(source_of(folder, stream_window=1), tmp_path / "a", num_threads=1) for _ in range(2))
+    slow.require(70)
+    fast.require(140)  # its blocks push those of the slow run out of the record
+    read = count_documents(monkeypatch)
+    slow.require(72)
+    assert len(read) < 10
 
 
 def test_a_stream_beside_prepared_shards(tmp_path):

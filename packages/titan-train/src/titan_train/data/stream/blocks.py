@@ -23,8 +23,9 @@ from titan_train.data.stream.reader import PassCounts, Stamp, StreamCursor, Stre
 from titan_train.tokenizers import Tokenizer
 
 # Ranks stand at most a step apart; a block removed before somebody reads it is made again.
-_KEPT_BLOCKS = 8
-_KEPT_RECORDS = 64
+_KEPT_BLOCKS, _KEPT_RECORDS = 8, 64
+# Of a step that reads more blocks than that: how many such steps are kept.
+_KEPT_STEPS, _RECORDED_STEPS = 2, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,9 @@ class StreamBlocks:
         self._reader: StreamReader | None = None
         self._reader_at: StreamCursor | None = None
         self._reader_block = -1  # the block that it makes next
+        self._made: _Record | None = None  # the last block made here: other runs may push it out of the record
+        self.step_blocks = 1
+        """Blocks that a step reads."""
         self._bad = self._folder.bad_documents(source.name, config)
         with self._folder.one_process():
             self._forget_outdated()
@@ -135,7 +139,7 @@ class StreamBlocks:
             shard, after = self._make_one(block, known[block])
             known[block + 1] = after
             if block == number:
-                self._remove_before(number - _KEPT_BLOCKS)
+                self._remove_before(number - max(_KEPT_BLOCKS, _KEPT_STEPS * self.step_blocks))
                 return self._opened(shard)
         raise AssertionError("the last block of the range is the one asked for")
 
@@ -165,10 +169,9 @@ class StreamBlocks:
             writer.discard()
             raise
         others = [other for other in self._records() if other.block != number]
-        self._folder.write(
-            [*others, _Record(number, cursor, after, reader.touched, shard, reader.counted)][-_KEPT_RECORDS:],
-            sync=False,
-        )
+        self._made = _Record(number, cursor, after, reader.touched, shard, reader.counted)
+        kept = max(_KEPT_RECORDS, _RECORDED_STEPS * self.step_blocks)
+        self._folder.write([*others, self._made][-kept:], sync=False)
         return shard, after
 
     def _reader_from(self, number: int, cursor: StreamCursor | None) -> StreamReader:
@@ -195,7 +198,8 @@ class StreamBlocks:
     def _known(self, number: int) -> dict[int, StreamCursor | None]:
         """Where blocks up to ``number`` begin, as far as it is known and their files are unchanged."""
         known: dict[int, StreamCursor | None] = {0: None}
-        if before := [record for record in self._records() if record.block < number]:
+        records = [*([] if self._made is None else [self._made]), *self._records()]
+        if before := [record for record in records if record.block < number]:
             stamps = stamps_of(self._files)
             known |= {record.block + 1: record.next for record in before if self._is_current(record, stamps)}
         return known | {block: cursor for block, cursor in self._given.items() if block <= number}

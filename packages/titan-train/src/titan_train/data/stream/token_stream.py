@@ -62,6 +62,7 @@ class TokenStream:
         self._blocks = StreamBlocks(source, config, tokenizer, folder, seq_len=seq_len, chats=chats)
         self._open = lru_cache(maxsize=4)(self._rows)
         self._ahead: threading.Thread | None = None
+        self._required = 0  # the last block of the step before
 
     @property
     def num_rows(self) -> int | None:
@@ -81,7 +82,11 @@ class TokenStream:
             ValueError: As `StreamBlocks.open`.
         """
         if samples:
-            self._block((samples - 1) // self._window)
+            number = (samples - 1) // self._window
+            if number > self._required:
+                self._blocks.step_blocks = number - self._required + 1
+                self._required = number
+            self._block(number)
 
     def state(self, samples: int) -> list[Any] | None:
         """Where the block of the next sample begins, as JSON: its number, its cursor (None in the first block), the files of the
@@ -104,6 +109,7 @@ class TokenStream:
             raise ValueError(f"the saved state of stream {self._name!r} is {state!r}, not a block and a place.")
         unsaved: list[Any] = [[], self.fingerprint]  # by earlier releases
         number, place, files, made_by = [*held, *unsaved][:4]
+        self._required = int(number)
         cursor = None if place is None else cursor_from_json(place)
         if cursor is not None and made_by != self.fingerprint:
             cursor = replace(cursor, skip=0)  # it counts other tokens: the document begins anew
