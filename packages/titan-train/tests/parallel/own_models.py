@@ -89,10 +89,11 @@ class Staged(nn.Module):
 
     first_stage_parts, last_stage_parts = ("words", "places"), ("final", "unembed")
 
-    def __init__(self, vocab_size, width=32):
+    def __init__(self, vocab_size, width=32, repeat=False):
         super().__init__()
         self.words, self.places = nn.Embedding(vocab_size, width), nn.Embedding(64, width)
-        self.layers = nn.ModuleDict({str(i): Unit(width, 4) for i in range(4)})
+        units = [Unit(width, 4) for _ in range(2 if repeat else 4)]
+        self.layers = nn.ModuleDict({str(i): units[i % len(units)] for i in range(4)})
         self.final = nn.LayerNorm(width)
         self.unembed = nn.Linear(width, vocab_size, bias=False)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from titan_testing import run_ranks
 from titan_train.config import ContextConfig
 from titan_train.data import Batch
 from titan_train.data.loader.batch import HostBatch
-from titan_train.parallel.context import ContextParallelism, Heads
+from titan_train.models import CausalAttention
+from titan_train.parallel.context import ContextAttention, ContextParallelism, Heads
+from torch import nn
 
 
 def _made_and_connected(method):
@@ -49,6 +52,13 @@ def test_groups_of_context_parallelism_are_made_by_their_own_ranks_and_connect_a
         else:
             assert made == [(ring, timedelta(seconds=77), True), (heads, timedelta(seconds=77), True)]
             assert met == [context, ring, heads]
+
+
+def test_an_attention_that_several_blocks_share_is_replaced_in_each():
+    model = nn.ModuleDict({"a": nn.ModuleDict({"inner": CausalAttention(4, 4, 8)}), "b": nn.ModuleDict()})
+    model["b"]["inner"] = model["a"]["inner"]
+    ContextParallelism.apply(SimpleNamespace(_groups={"group": None}), model)
+    assert [type(block["inner"]) for block in model.values()] == [ContextAttention, ContextAttention]
 
 
 def test_a_batch_on_a_device_brings_its_documents_in_host_memory():

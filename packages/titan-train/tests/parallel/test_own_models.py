@@ -112,6 +112,22 @@ def test_a_users_model_is_cut_into_stages_by_the_names_of_its_parts(folder):
     assert not failures(compare(single[0], staged[0]), float8=False)
 
 
+def test_a_block_of_several_layers_is_in_every_stage_that_computes_one(folder):
+    """Two blocks make four layers; the layers that repeat one were in no stage."""
+    few = {"train": {"steps": 3}}
+    single, staged = (
+        run_ranks(
+            run, ranks, folder, "repeats", sections({"repeat": True}, parallel, few, name="Staged"), 3, init=ranks > 1
+        )
+        for ranks, parallel in ((1, {}), (2, {"pp": 2}))
+    )
+    losses, norms, validation, _ = single[0]
+    for found, other_norms, held_out, _ in staged:
+        assert found == pytest.approx(losses, abs=2e-5)
+        assert other_norms[0] == pytest.approx(norms[0], rel=2e-6)
+        assert held_out[0] == pytest.approx(validation[0], abs=2e-5)
+
+
 def test_a_stage_of_a_users_model_is_rehearsed_on_hidden_states(folder):
     use_code([str(Path(__file__).parent)])
     tree = composition.tree(folder, "rehearsed", sections({"vocab_size": 260}, {"pp": 2}, name="Staged"))

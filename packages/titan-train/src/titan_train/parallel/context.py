@@ -189,7 +189,7 @@ class ContextParallelism:
 
     def apply(self, model: nn.Module) -> None:
         """Replace every `CausalAttention` and `DeltaRule` of ``model``."""
-        for name, module in list(model.named_modules()):
+        for name, module in list(model.named_modules(remove_duplicate=False)):  # blocks may share one
             if isinstance(module, CausalAttention):
                 model.set_submodule(name, ContextAttention(self._groups))
             elif isinstance(module, DeltaRule):

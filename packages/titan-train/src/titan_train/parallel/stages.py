@@ -91,7 +91,9 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """The model's repeated blocks in order: those in ``layers``, or in what its ``pipeline_layers`` names, one or several."""
     named = traits_of(model).pipeline_layers
     containers = (named,) if isinstance(named, str) else named
-    return [block for name in containers for block in model.get_submodule(name).children()]
+    # a block under two names is two layers; `children` would give it once
+    found = [block for name in containers for block in model.get_submodule(name)._modules.values()]
+    return [block for block in found if block is not None]
 
 
 def check_can_be_cut(model: nn.Module) -> None:
