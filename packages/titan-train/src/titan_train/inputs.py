@@ -90,7 +90,8 @@ class GivenInputs(TaskInputs):
             self.tokenizer = build_tokenizer(config.tokenizer, config.data)
             self._template = build_chat_template(config.tokenizer, self.tokenizer)
             self._label_bytes = LabelBytes(self.tokenizer)
-            self.vocab_size = self.tokenizer.vocab_size
+            if self.vocab_size is None:  # a task may have tokens beside the tokenizer's, those of images
+                self.vocab_size = self.tokenizer.vocab_size
 
     def keep(self, run_dir: Path) -> None:
         if self.tokenizer is not None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import titan_train.task as tasks
 import torch
 from titan_train.cli import main
 from titan_train.config import load_config
@@ -14,6 +15,7 @@ from titan_train.export.load import load_exported
 from titan_train.generation import generate, load_run
 from titan_train.models import build_model
 from titan_train.serve.folder import load_served
+from titan_train.tasks.text import TextTask
 from titan_train.train import Trainer
 from titan_train.trust.factory import use_code
 
@@ -164,6 +166,18 @@ def test_a_module_that_gives_no_logits_is_refused_in_one_line_and_one_that_does_
     assert main([*export, "--to", "dcp", "--out", "dcp"]) == 0
     assert main([*export, "--to", "hf", "--out", "hf"]) == 2
     assert "or export --to dcp" in capsys.readouterr().err
+
+
+def test_what_a_module_returns_is_between_it_and_a_loss_of_the_tasks_own(code, monkeypatch):
+    class OfScores(TextTask):
+        def loss(self, config, vocab_size):
+            return lambda output, labels: output["scores"].logsumexp(-1).sum()
+
+    monkeypatch.setitem(tasks._registered, "of_scores", OfScores)
+    words = ["c.toml", "--model.name", "outputs_model:NoLogits", "--model.task", "of_scores"]
+    assert main(["check", *words, "--code", "."]) == 0
+    with Trainer(load_config(words[0], [*words[1:], "--train.steps", "1", "--run.name", "scores"])) as trainer:
+        trainer.fit()
 
 
 def test_a_module_without_a_cache_is_exported_to_onnx_and_one_that_cannot_be_traced_is_refused(code, capsys):

@@ -110,6 +110,11 @@ def test_a_length_that_is_not_that_of_the_two_streams_is_refused(tmp_path):
         validate(parse_config(composition.tree(tmp_path, "refused", wrong)), 1)
 
 
+def test_a_loss_on_logits_is_refused_where_there_are_none(tmp_path):
+    with pytest.raises(ValueError, match=r"train\.z_loss=0\.1: the loss of diffusion is a squared error"):
+        validate(parse_config(composition.tree(tmp_path, "refused", joined(TINY, {"train": {"z_loss": 0.1}}))), 1)
+
+
 @pytest.mark.parametrize("name", ["flux_dev", "flux_schnell"])
 def test_the_published_models_pass_the_checks_of_a_run_over_eight_nodes(name):
     layout = ["--parallel.mode", "hsdp", "--parallel.dp_replicate", "8", "--parallel.dp_shard", "8"]

@@ -29,6 +29,11 @@ class Regression(nn.Module):
         return x
 
 
+class TwoOutputs(Regression):
+    def forward(self, x, *, factor):
+        return super().forward(x, factor=factor)[:, None], x[:, None]
+
+
 class Vectors(titan_train.BatchSource):
     """Sample n is drawn from (seed, n)."""
 
@@ -94,7 +99,8 @@ def train(folder, sections, until=None):
 def here(monkeypatch):
     """The model is named by a dotted path, so this file must be importable by it."""
     monkeypatch.setitem(sys.modules, "own_kind_of_model", sys.modules[RegressionTask.__module__])
-    monkeypatch.setattr(Regression, "__module__", "own_kind_of_model")
+    for model in (Regression, TwoOutputs):
+        monkeypatch.setattr(model, "__module__", "own_kind_of_model")
     monkeypatch.setenv("TITAN_TRAIN_CODE", "own_kind_of_model")
 
 
@@ -104,6 +110,17 @@ def test_a_task_of_the_users_own_trains_validates_and_keeps_its_files(tmp_path):
     assert kept
     metrics = (tmp_path / "own" / "metrics.jsonl").read_text()
     assert metrics.count('"kind":"validation"') == 2
+
+
+def test_its_loss_is_given_all_that_a_users_model_returns(tmp_path):
+    class OfBoth(RegressionTask):
+        def loss(self, config, vocab_size):
+            return lambda outputs, target: (outputs[0] + outputs[1] - target[:, None]).square().sum()
+
+    config = configure(tmp_path, model={"name": "own_kind_of_model:TwoOutputs"}, validation={"every": 0})
+    with titan_train.Trainer(config, task=OfBoth()) as trainer:
+        trainer.fit()
+    assert trainer.losses[-1] < trainer.losses[0]
 
 
 def test_it_is_told_the_folder_that_the_run_is_in(tmp_path):

@@ -89,13 +89,16 @@ class Doubled(TextTask):
         return lambda logits, labels: 2 * plain(logits, labels)
 
 
-def test_a_task_of_text_is_trained_on_its_own_loss(folder):
-    losses = []
+def test_a_task_of_text_is_trained_on_its_own_loss_which_is_none_of_bits(folder):
+    losses, bits = [], []
     for name, task in (("plain", None), ("doubled", Doubled())):
         with Trainer(configure(folder, name, sample_tokens=0), task=task) as trainer:
             trainer.fit(until=1)
             losses.append(trainer.losses[0])
+            bits.append(trainer._measure_held_out()[0].bits_per_byte)
     assert losses[1] == pytest.approx(2 * losses[0], rel=1e-5)  # chunks add up in another order
+    assert bits[0] > 0
+    assert bits[1] is None
 
 
 @pytest.fixture

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from tiny_run import tiny_run, write_text
 from titan_testing import run_ranks
 from titan_train import Observer, Trainer, load_run
-from titan_train.config import SpikesConfig
+from titan_train.config import SpikesConfig, load_config
 from titan_train.config.ramp import BatchRamp
 from titan_train.data import IteratedBatches
-from titan_train.inputs import open_inputs, prepare_inputs
+from titan_train.inputs import GivenInputs, open_inputs, prepare_inputs
 from titan_train.models import build_model
 from titan_train.optim.spikes import Spikes
+from titan_train.tasks.vision.task import VisionTask
 from titan_train.train.best import BestValidation
 from titan_train.train.checkpoints import RankState
 from torch.utils.data import DataLoader
@@ -78,6 +79,13 @@ def test_batches_loss_and_optimizer_of_a_program_train_as_a_plain_loop_does(tmp_
     for name, parameter in trainer.model.parts[0].named_parameters():
         torch.testing.assert_close(parameter, dict(model.named_parameters())[name], rtol=0, atol=1e-6)
     assert load_run(trainer.run_dir).complete("a", max_new_tokens=2)  # the tokenizer is kept in the folder
+
+
+def test_the_vocabulary_of_given_rows_with_images_has_their_tokens(tmp_path):
+    shapes = load_config("vlm_shapes", ["--data.cache-dir", str(tmp_path)])
+    task = VisionTask()
+    given = GivenInputs(shapes, task, [], None)
+    assert given.vocab_size == task.vocab_size(shapes) > given.tokenizer.vocab_size
 
 
 def test_a_resume_takes_up_the_batches_where_it_stopped(tmp_path):

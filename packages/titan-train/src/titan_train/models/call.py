@@ -65,12 +65,19 @@ def take_logits(model: nn.Module) -> nn.Module:
     Returns:
         The same module.
     """
-    model.register_forward_hook(_keep_logits)
+    hooks = [model.register_forward_hook(_keep_logits)]
     parameters = inspect.signature(model.forward).parameters
     given = [name for name in ("targets", "labels") if name in parameters and parameters[name].default is None]
     if given and _last_position_only(model):
-        model.register_forward_pre_hook(functools.partial(_give_targets, given[0]), with_kwargs=True)
+        hooks.append(model.register_forward_pre_hook(functools.partial(_give_targets, given[0]), with_kwargs=True))
+    cast(Any, model).hooks_of_logits = hooks
     return model
+
+
+def take_whole_output(model: nn.Module) -> None:
+    """Undo `take_logits`, for a task whose loss is given all that a user's ``forward`` returns."""
+    for hook in getattr(model, "hooks_of_logits", ()):
+        hook.remove()
 
 
 def _keep_logits(_module: nn.Module, _args: Any, output: Any) -> Any:

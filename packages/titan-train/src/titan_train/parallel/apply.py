@@ -19,6 +19,7 @@ from torch import nn
 from titan_train.config import Config
 from titan_train.kernels.apply import apply_kernels, check_taken, choose_kernels, kernel_loss
 from titan_train.models import InitFn, build_model, count_parameters, flops_per_token, init_for
+from titan_train.models.call import take_whole_output
 from titan_train.models.common.loss import ObservedLoss
 from titan_train.models.common.moe.balance import moe_layers, set_sequence_group
 from titan_train.models.common.mtp import AHEAD, mtp_of
@@ -81,6 +82,8 @@ def build_parallel_model(
     freeze(whole, config.train.freeze)
     hold_weights(whole, config.optimizer.weights)
     task = task or load_task(config)
+    if "cu_seqlens" not in task.keywords:  # not text
+        take_whole_output(whole)
     check_model(config, layout, plan_batch(config, layout), whole, task, vocab_size=vocab_size)
     config = meaning_all_copies(config, whole)
     chosen = choose_kernels(config.kernels, device)
@@ -131,6 +134,7 @@ def build_parallel_model(
         task=task,
         loss=loss,
         fused_loss=fused_loss,
+        own_loss=own,
         observed=observed,
         gradients=Gradients(parts, run.cuts, copies=copies, world_size=layout.num_ranks, pp=layout.spec.pp),
         mtp_depth=depth,

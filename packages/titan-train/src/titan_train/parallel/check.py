@@ -77,7 +77,7 @@ def check_model(
     _check_plan(config, layout, model)
     task.check(config, model)
     if ":" in config.model.name and "cu_seqlens" in task.keywords:
-        _try_own_forward(config, model, vocab_size)
+        _try_own_forward(config, model, vocab_size, own_loss=own_loss)
     _probe(config, layout, model, task)
     if spec.tp > 1:
         check_tensor_parallel(
@@ -140,8 +140,10 @@ def _check_head(config: Config, layout: Layout, batch: BatchPlan, model: nn.Modu
     fuse_head_loss(tried, z_loss=0.0, vocab_size=0)
 
 
-def _try_own_forward(config: Config, model: nn.Module, vocab_size: int | None) -> None:
+def _try_own_forward(config: Config, model: nn.Module, vocab_size: int | None, *, own_loss: bool) -> None:
     """Refuse a user's module whose forward does not fit a row of tokens, or returns no logits; in one line, before ranks do.
+
+    What it returns is between the model and the loss where that is the task's own.
 
     Only torch's refusal of shapes and Python's of arguments counts. Any other error may come from the trial itself, which has no
     memory, no device and no process group: it is left to the ranks, which report it if they meet it.
@@ -158,6 +160,8 @@ def _try_own_forward(config: Config, model: nn.Module, vocab_size: int | None) -
         raise ValueError(
             f"model.name={config.model.name!r}: its forward failed on tokens [1, {config.model.seq_len}]: {describe_error(err)}"
         ) from err
+    if own_loss:
+        return
     if not isinstance(output, Tensor) or output.ndim != 3 or output.shape[:2] != tokens.shape:
         found = (
             f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"

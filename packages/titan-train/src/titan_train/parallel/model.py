@@ -55,6 +55,8 @@ class ParallelModel:
     """From the output (of a decoder: its local logits) and the target to the sum of the loss, unless the head computes it."""
     fused_loss: bool
     """The head computes the loss, a chunk of tokens at a time."""
+    own_loss: bool
+    """The loss is not the cross-entropy of next tokens, so that it is none of bits."""
     observed: ObservedLoss | None
     """The same loss, where the task reports it by parts."""
     gradients: Gradients

@@ -38,7 +38,8 @@ def validation_loss(
         accumulation: Micro-batches of a step, which a pipeline takes at once.
         scope: What this rank adds to sums.
         device: Where the batches are.
-        text_bytes: Counts the bytes that the labels of a batch stand for, see `titan_train.task.TaskInputs`.
+        text_bytes: Counts the bytes that the labels of a batch stand for, see `titan_train.task.TaskInputs`; not asked where the
+            loss is another than their cross-entropy.
         step: Optimizer steps made.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -55,7 +56,7 @@ def validation_loss(
             if scope.counts_labels:
                 for batch in group:
                     sums[1] += model.task.count(batch)
-                    if text_bytes is not None and (counted := text_bytes(batch)) is not None:
+                    if text_bytes is not None and not model.own_loss and (counted := text_bytes(batch)) is not None:
                         sums[2] += counted
     scope.sum(sums)
     total, count, num_bytes = sums.tolist()

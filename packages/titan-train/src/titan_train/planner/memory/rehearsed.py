@@ -124,8 +124,10 @@ def kinds_of(model: nn.Module, blocks: Sequence[nn.Module], config: Float8Config
     return kinds
 
 
-def loss_like(output: Tensor) -> Tensor:
-    """The loss, or one that saves what cross-entropy on float32 logits would."""
+def loss_like(output: Any) -> Tensor:
+    """The loss, or one that saves what cross-entropy on float32 logits would; of several outputs, the sum."""
+    if not isinstance(output, Tensor):
+        return torch.stack([loss_like(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]).sum()
     return output if output.ndim == 0 else torch.logsumexp(output.float(), dim=-1).sum()
 
 

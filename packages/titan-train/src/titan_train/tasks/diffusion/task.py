@@ -43,6 +43,11 @@ class DiffusionTask(Task):
                 f"tokens of text and image. Set model.seq_len={tokens}."
             )
         check_source(config, args)
+        if config.train.z_loss:
+            raise ValueError(
+                f"train.z_loss={config.train.z_loss}: the loss of diffusion is a squared error, and has no logits to keep small. "
+                "Set train.z_loss=0."
+            )
         if parallel.tp > 1 and parallel.sequence_parallel:
             raise ValueError(
                 f"parallel.tp={parallel.tp} with sequence_parallel: the two streams of this model are not split over "
