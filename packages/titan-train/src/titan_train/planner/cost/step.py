@@ -136,6 +136,7 @@ def step_time(
     return StepTime({name: constants.software * seconds for name, seconds in terms.items()})
 
 
+@lru_cache(maxsize=4096)
 def heaviest_rank(layers: int, head: float, p: int) -> float:
     """Blocks' worth of work on the pipeline's busiest rank, when the rank with the head is given fewer blocks."""
     best = math.inf

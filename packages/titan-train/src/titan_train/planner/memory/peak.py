@@ -84,7 +84,7 @@ def memory_peak(shape: ModelShape, setup: Setup) -> MemoryPeak:
     """The peak over the first pipeline rank, the last and the fullest other; on a V the first has both ends."""
     if setup.pp == 1:
         return rank_peak(shape, setup, first=True, head=True)
-    peak = partial(rank_peak, shape, setup)
+    peak = partial(rank_peak, shape, setup, blocks=(kept_bytes(shape, setup), working_bytes(shape, setup)))
     if setup.head_on_first_rank:
         ends, *inner = block_shares(shape, setup)
         ranks = [peak(first=True, head=True, share=ends), peak(first=False, head=False, share=max(inner))]
@@ -139,6 +139,7 @@ def rank_peak(
     share: float = 0.0,
     under_way: float = 0.0,
     counted: Mapping[str, float] | None = None,
+    blocks: tuple[float, float] | None = None,
 ) -> MemoryPeak:
     """The peak of one pipeline rank.
 
@@ -151,13 +152,15 @@ def rank_peak(
         under_way: Microbatches that it holds activations of; 0 takes those of the first rank or of the last.
         counted: Bytes of the states, ``gathered`` (in backward), ``gathered at end`` (of it) and ``activations``, counted on the
             model.
+        blocks: `kept_bytes` and `working_bytes`, which are the same for all ranks, where the caller has them.
     """
+    kept, working = blocks or (kept_bytes(shape, setup) if counted is None else 0.0, working_bytes(shape, setup))
     tp, fsdp, hidden = setup.tp, setup.sharding != "zero1", float(setup.element) * setup.tokens * shape.dim
     parts = dict(state_bytes(shape, setup, first=first or head, head=head, share=share))
     throughout = parts.pop("gathered", 0.0)
     if counted is None:
         under_way = under_way or in_flight(setup, 0.0 if first else 1.0)
-        parts["activations"] = kept_bytes(shape, setup) * (share or 1 / setup.pp) * under_way
+        parts["activations"] = kept * (share or 1 / setup.pp) * under_way
     else:
         parts |= {name: size for name, size in counted.items() if not name.startswith("gathered")}
     stay = 0.0 if setup.te else min(1.0, 2 * setup.pp / shape.num_layers)  # two blocks: the last, and one on its way
@@ -168,7 +171,7 @@ def rank_peak(
         messages = setup.stages_per_rank * setup.microbatches if setup.receive_ahead else 2 + 1
         parts["messages"] = 2 * messages * hidden / tp
     parts["workspace"] = WORKSPACE if fsdp else 0.2 * _GIB
-    backward = {"block working set": working_bytes(shape, setup)}
+    backward = {"block working set": working}
     loss: dict[str, float] = {}
     end: dict[str, float] = {}
     if not fsdp:
