@@ -1,5 +1,7 @@
+import contextlib
 import datetime
 import os
+import signal
 
 import pytest
 from titan_testing import run_ranks
@@ -135,3 +137,33 @@ def _kernel_loading(pp):
     config = Config(parallel=ParallelConfig(pp=pp))
     with worker._process_group(config, RankInfo(0, 0, 1, 1, "cpu", os.environ["TITAN_TEST_STORE"]), None):
         return os.environ.get("CUDA_MODULE_LOADING")
+
+
+def test_a_request_while_a_rank_waits_for_its_last_save_is_no_failure(tmp_path, monkeypatch):
+    class Saving:
+        step, finished, found = 3, False, ()
+
+        def __init__(self, config, run_dir, monitor):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def fit(self):
+            pass
+
+        def __exit__(self, *_):
+            Saving.found = tuple(map(signal.getsignal, numbers))
+
+    numbers = signal.SIGTERM, signal.SIGUSR1
+    monkeypatch.setattr("titan_train.train.Trainer", Saving)
+    monkeypatch.setattr(worker, "_process_group", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(worker.faulthandler, "enable", lambda: None)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        ranks = RankInfo(0, 0, 1, 1, "cpu", None)
+        assert worker.train_rank(Config(), ranks, tmp_path) == (3, False)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert Saving.found == (signal.SIG_IGN, signal.SIG_IGN)

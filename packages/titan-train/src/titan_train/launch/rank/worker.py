@@ -78,6 +78,8 @@ def train_rank(
         Trainer(config, run_dir=run_dir, monitor=monitor) as trainer,
     ):
         trainer.fit()
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # all is saved, or being saved: a further request is no failure
+            signal.signal(number, signal.SIG_IGN)
     return trainer.step, trainer.finished
 
 
