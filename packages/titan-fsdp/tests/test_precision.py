@@ -1,12 +1,13 @@
 """Dtypes of compute, reduction and output; gradients compressed on the way."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from model_for_tests import TinyLM, batches, fill, loss_of
 from titan_fsdp import CollectiveCounter, Collectives, Comm, MixedPrecision, Policy, materialize, named_parameters, plan
+from titan_fsdp.wrapping.borders import cast_at_borders
 from titan_testing import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -114,6 +115,35 @@ def run_two_norms() -> None:
 
 def test_two_norms_of_a_block_share_one_gather_and_both_compute_in_fp32() -> None:
     run_ranks(run_two_norms, 2)
+
+
+class Choice(NamedTuple):
+    weights: Tensor
+    experts: Tensor
+
+
+class Chooser(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Choice:
+        return Choice(*super().forward(input).topk(2))
+
+
+class Router(Chooser):
+    keeps_output_dtype = True
+
+
+class Loss(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).square().sum()
+
+
+@pytest.mark.parametrize(("kind", "want"), [(Chooser, torch.bfloat16), (Router, torch.float32), (Loss, torch.float32)])
+def test_a_kept_module_hands_on_bf16_but_for_a_loss_or_if_it_keeps_its_dtype(
+    kind: type[Any], want: torch.dtype
+) -> None:
+    module = kind(4, 4)
+    cast_at_borders([module], torch.float32, torch.bfloat16)
+    found = module(torch.ones(2, 4, dtype=torch.bfloat16))
+    assert (found.weights if isinstance(found, Choice) else found).dtype == want
 
 
 def test_kept_modules_add_one_small_gather_a_unit_and_the_plan_knows() -> None:

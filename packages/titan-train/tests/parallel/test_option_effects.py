@@ -2,6 +2,7 @@
 
 import pytest
 import titan_fsdp
+import torch
 from titan_train.cli import main
 from titan_train.config import load_config, parse_config
 from titan_train.parallel.data_parallel import fsdp_policy
@@ -92,3 +93,21 @@ def test_of_several_patterns_of_reshard_overrides_the_first_counts():
         units = {unit.name: unit.reshard for unit in titan_fsdp.plan(model, {"shard": 2}, policy).units}
         found.append((units["0"], units["1"]))
     assert found == [(False, True), (True, True)]
+
+
+def test_kept_in_float32_a_head_gives_its_loss_and_a_gate_its_routing_in_it(tmp_path):
+    words = [
+        "--model.name",
+        "qwen3_moe_debug",
+        "--train.dtype",
+        "bf16",
+        "--parallel.keep_fp32",
+        '["lm_head", "*.gate"]',
+    ]
+    seen = {}
+    with Trainer(load_config("debug", ["--launch.device", "cpu", "--run.dir", str(tmp_path), *words])) as trainer:
+        (model,) = trainer.model.parts
+        model.layers["0"].moe.router.register_forward_hook(lambda router, given, out: seen.update(out._asdict()))
+        tokens = torch.ones(1, 8, dtype=torch.int64)
+        loss = model(tokens, labels=tokens)
+    assert {loss.dtype, seen["logits"].dtype, seen["scores"].dtype, seen["weights"].dtype} == {torch.float32}

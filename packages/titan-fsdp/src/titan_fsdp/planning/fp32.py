@@ -2,7 +2,7 @@
 
 FSDP2's dtypes belong to a wrapped unit, so what stays in float32 needs a unit of its own: one for all such modules
 inside a unit, nested in it. That costs one more, small, all-gather and reduce-scatter a unit, and works on every torch
-version alike. Its inputs are cast to float32, its outputs back to the dtype around it.
+version alike. Its inputs are cast to float32, its outputs back to the dtype around it (but see `titan_fsdp.wrapping.borders`).
 """
 
 from dataclasses import replace

@@ -69,14 +69,14 @@ def _wrap(
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=unit.param_dtype,
             reduce_dtype=unit.reduce_dtype,
-            # A unit kept in float32 hands its result on in the dtype its neighbours compute in.
-            output_dtype=policy.mp.param_dtype if fp32_inside else policy.mp.output_dtype if root else None,
+            output_dtype=policy.mp.output_dtype if root else None,
         ),
         "offload_policy": OffloadPolicy() if policy.offload is None else CPUOffloadPolicy(policy.offload == "cpu"),
         "ignored_params": ignored or None,
     }
-    if len(modules) > 1 and policy.mp.param != "fp32":
-        cast_at_borders(modules, unit.param_dtype, options["mp_policy"].output_dtype)
+    if fp32_inside or (len(modules) > 1 and policy.mp.param != "fp32"):
+        # A unit kept in float32 hands its result on in the dtype its neighbours compute in.
+        cast_at_borders(modules, unit.param_dtype, policy.mp.param_dtype if fp32_inside else None)
     target: Any = modules if len(modules) > 1 else modules[0]
     if policy.mode == "ddp":
         replicate_engine()(target, **options)

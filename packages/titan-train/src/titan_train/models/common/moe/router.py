@@ -37,6 +37,9 @@ class Routing(NamedTuple):
 class Gate(nn.Module):
     """A linear layer without bias that computes in float32 for any dtype of its weight."""
 
+    keeps_output_dtype = True
+    """Kept in float32 by `parallel.keep_fp32`, its logits stay so."""
+
     def __init__(self, dim: int, num_experts: int) -> None:
         """Build the weight ``[E, d]``."""
         super().__init__()
@@ -51,6 +54,9 @@ class Gate(nn.Module):
 
 class Router(nn.Module):
     """Token-choice top-k routing."""
+
+    keeps_output_dtype = True
+    """As of the gate: the weights too."""
 
     def __init__(self, args: MoEArgs) -> None:
         """Build the gate."""
