@@ -13,6 +13,7 @@ from titan_train.config.model import ModelConfig
 from titan_train.generation import generate
 from titan_train.models import build_model, flops_per_token, init_for
 from titan_train.models.hf.plans import HF_PLANS
+from titan_train.models.hf.shape import shape_of_published
 from titan_train.models.traits import traits_of
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -89,7 +90,15 @@ def test_the_table_covers_every_parameter_and_flops_see_attention(kind: str, tmp
 
     model = built(hf_folders.make(tmp_path / kind, kind))
     check_tensor_parallel(model, 2, table=table_for(model), seq_len_local=32, sequence_parallel=True)
-    assert flops_per_token(model, 64) > flops_per_token(model, 32)
+    assert flops_per_token(model, 64) > flops_per_token(model, 8)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "exaone4"])
+def test_a_layer_with_a_window_counts_the_tokens_that_it_sees(kind: str, tmp_path: Path) -> None:
+    folder = hf_folders.make(tmp_path / kind, kind)
+    model, shape = built(folder), shape_of_published(kind, json.loads((Path(folder) / "config.json").read_text()))
+    short, long = (flops_per_token(model, n) - shape.flops_per_token(n, causal=False) for n in (4, 64))
+    assert short == long
 
 
 def test_fields_of_config_json_are_changed_by_arguments(tmp_path: Path) -> None:

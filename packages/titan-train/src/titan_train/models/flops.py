@@ -4,7 +4,8 @@ Convention (PaLM, arXiv:2204.02311, appendix B): a matrix of N parameters costs 
 backward, so 6 N; attention scores and their use cost 12 * L * q * S more a token, with q = heads x head width (where
 values are narrower than keys, the mean of both widths). N leaves out input embeddings, which are looked up, not
 multiplied; a matrix tied to the head counts once, for the head. Of routed experts only those that a token goes through
-count. A causal kernel skips half of the attention term, yet by convention it is counted in full unless ``causal=True``.
+count. A causal kernel skips half of the attention term, yet by convention it is counted in full unless ``causal=True``;
+accordingly a layer with a sliding window of w tokens counts 2 w of them, at most S. Frozen weights count as trained ones.
 Recomputation (activation checkpointing) is never counted: these are FLOPs of the model, not of the hardware.
 """
 
@@ -54,9 +55,10 @@ def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> 
         matrices += len(ahead) * sum(p.numel() for p in head.parameters())
     # the width of a key for the scores, the width of a value for their use
     inners = [m for m in model.modules() if isinstance(m, CausalAttention)]
-    attention = sum(m.num_heads * (m.head_dim + m.value_dim) for m in inners)
+    seen = [min(seq_len, 2 * m.window) if m.window else seq_len for m in inners]
+    attention = sum(m.num_heads * (m.head_dim + m.value_dim) * n for m, n in zip(inners, seen, strict=True))
     states = sum(m.flops_per_token for m in model.modules() if isinstance(m, DeltaRule))
-    return 6.0 * matrices + (3.0 if causal else 6.0) * attention * seq_len + states
+    return 6.0 * matrices + (3.0 if causal else 6.0) * attention + states
 
 
 def _idle_parameters(model: nn.Module) -> int:

@@ -52,6 +52,10 @@ class SequenceContext:
 class CausalAttention(nn.Module):
     """Scaled dot-product attention in which a token sees itself and what precedes it in its document."""
 
+    window: int = 0
+    """Tokens that a query of this layer sees, itself included, where what calls it has a sliding window; FLOP counting reads
+    it. 0: all."""
+
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, *, value_dim: int | None = None) -> None:
         """Record the shape, which FLOP counting and context parallelism read; there are no parameters.
 

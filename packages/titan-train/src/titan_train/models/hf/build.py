@@ -185,18 +185,23 @@ def _apply_plan(model: Any, plan: HFPlan, *, split: bool) -> None:
         if plan.counts:
             attention.config = copy.copy(attention.config)  # its number of groups becomes the rank's own
             attention.head_counts = [_counter(attention, name) for name in plan.counts]
-        window = (
-            getattr(attention, "sliding_window", None)
-            if hasattr(attention, "sliding_window")
-            else getattr(config, "sliding_window", None)
-        )
-        windows |= {int(window)} if window and not plan.own_attention else set()
+        windows |= _window_of(attention, config, plan)
         model.has_sinks |= isinstance(getattr(attention, "sinks", None), nn.Parameter)
         if split:
             _split_fused(layer, plan, heads, kv_heads, width)
     model.windows = tuple(sorted(windows))
     if plan.token_experts:
         _fill_tables(model.get_submodule(plan.layers.rpartition(".")[0]), plan.token_experts)
+
+
+def _window_of(attention: Any, config: Any, plan: HFPlan) -> set[int]:
+    """The sliding window that needs a mask, if there is one; it is noted for FLOP counting where this layer has it."""
+    window = getattr(attention if hasattr(attention, "sliding_window") else config, "sliding_window", None)
+    if not window:
+        return set()
+    if getattr(attention, "is_sliding", True) and not plan.masked_attention:
+        attention.inner_attention.window = int(window)
+    return set() if plan.own_attention else {int(window)}
 
 
 def _fill_tables(body: Any, name: str) -> None:
