@@ -40,6 +40,7 @@ def test_another_error_keeps_its_traceback(tmp_path):
 
 def test_an_exit_without_a_word_names_the_signal():
     assert "rank 1 of 2 was ended by SIGKILL" in describe_exit(1, 2, -9)
+    assert "was ended by signal 40" in describe_exit(1, 2, -40)  # a real-time one
     assert "exited with code 7" in describe_exit(0, 2, 7)
 
 

@@ -94,7 +94,9 @@ def describe_exit(rank: int, world_size: int, code: int | None) -> str:
     if code is None:
         return f"rank {rank} of {world_size} was lost without an error message"
     if code < 0:
-        name = signal.Signals(-code).name
+        name = f"signal {-code}"
+        with contextlib.suppress(ValueError):  # most real-time signals have no name
+            name = signal.Signals(-code).name
         hint = " (often the kernel, out of memory: see `dmesg`)" if name == "SIGKILL" else ""
         return f"rank {rank} of {world_size} was ended by {name}{hint}"
     return f"rank {rank} of {world_size} exited with code {code} without an error message"
