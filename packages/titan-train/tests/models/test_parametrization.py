@@ -158,6 +158,13 @@ def test_check_prints_the_rates_of_groups(capsys):
     assert "(x 0.375), weight decay 0.267" in printed
 
 
+def test_the_rates_of_muons_groups_have_its_scale(capsys):
+    words = ["debug", "--model.parametrization", "mup", "--model.base-dim", "64", "--optimizer.lr", "0.001"]
+    assert main(["check", *words, "--optimizer.name", "muon", "--optimizer.muon.lr-scale", "50"]) == 0
+    groups = [line for line in capsys.readouterr().out.splitlines() if "weight decay" in line and " in layers." in line]
+    assert any("lr 0.05 (x 50)" in line for line in groups), groups
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "message"),
     [

@@ -61,6 +61,19 @@ def test_fused_kernel_is_taken_on_cpu_and_agrees(name: str) -> None:
         assert float((a - b).detach().abs().max()) < 1e-6  # another order of operations in float32
 
 
+def test_fused_sgd_takes_parameters_that_begin_beside_others_with_momentum() -> None:
+    models = [make(), make()]
+    for model, fused in zip(models, ("auto", "never"), strict=True):
+        optimizer = build_optimizer(model, OptimizerConfig(name="sgd", lr=1e-2, fused=fused))
+        for begun in (model[2], model, model):
+            optimizer.zero_grad()
+            for parameter in begun.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
 def test_meta_parameters_get_the_default_kernel() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)

@@ -252,6 +252,23 @@ def test_metrics_hold_one_line_a_step_and_resume_counts_none_twice(folder):
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
+def test_metrics_have_the_scheduled_rate_and_expert_biases_stay_while_their_router_is_frozen(folder):
+    """Of the first group, whose own rate is 0 until it is trained."""
+    rates, biases = [], []
+    for name, frozen in (("straight", {}), ("waiting", {"": 2})):
+        config = configure(
+            folder, run={"name": name}, model={"name": "deepseek_debug"}, optimizer={"frozen_steps": frozen}
+        )
+        with Trainer(config) as trainer:
+            trainer.fit(until=2)
+            biases.append(any(bool(buffer.any()) for buffer in trainer.model.parts[0].buffers()))
+        records = map(json.loads, (Path(folder) / "runs" / name / "metrics.jsonl").read_text().splitlines())
+        rates.append([r["lr"] for r in records if "grad_norm" in r and "loss" in r])
+    assert rates[0] == rates[1]
+    assert 0 < rates[0][0] < rates[0][1]
+    assert biases == [True, False]
+
+
 def test_validation_gives_the_same_loss_on_any_number_of_ranks(folder):
     def validated(name):
         file = Path(folder) / "runs" / name / "metrics.jsonl"

@@ -322,8 +322,9 @@ def _group_lines(config: Config, model: "nn.Module") -> str:
         count = sum(parameter.numel() for parameter in group.parameters)
         first, *others = group.fqns
         more = f" and {len(others)} more" if others else ""
+        scale = group.lr_scale * (config.optimizer.muon.lr_scale if group.kind == "muon" else 1.0)
         lines.append(
-            f"lr {config.optimizer.lr * group.lr_scale:.3g} (x {group.lr_scale:.4g}), weight decay {group.weight_decay:.3g}: "
+            f"lr {config.optimizer.lr * scale:.3g} (x {scale:.4g}), weight decay {group.weight_decay:.3g}: "
             f"{count:,} in {first}{more}"
         )
     return "groups   " + "\n         ".join(lines)

@@ -16,7 +16,7 @@ class StepRecord:
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     lr: float
-    """Learning rate used by this step (first parameter group)."""
+    """Learning rate used by this step: ``optimizer.lr`` as scheduled, before what scales or freezes some parameters."""
     tokens: int
     """Tokens of this step, over all ranks."""
     samples_consumed: int

@@ -103,10 +103,21 @@ def build_optimizer(
     takes = takes and (config.name != "sgd" or not any(is_dtensor(p) for p in parameters))
     fused = True if config.fused == "auto" and takes else None
     if config.name == "sgd":
-        return torch.optim.SGD(param_groups, lr=config.lr, momentum=config.beta1, fused=fused)
+        sgd = torch.optim.SGD(param_groups, lr=config.lr, momentum=config.beta1, fused=fused)
+        sgd.register_step_pre_hook(_begin_momentum)
+        return sgd
     if config.name == "muon" or config.cautious:
         return _muon(groups, param_groups, config, names, cuts or {}, group, device, fused)
     return torch.optim.AdamW(param_groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Zeros for parameters that were thawed at a resume, beside others with momentum: torch's fused SGD takes all or none."""
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.grad is not None] if group["momentum"] else []
+        new = [p for p in trained if optimizer.state[p].get("momentum_buffer") is None]
+        for parameter in new if len(new) < len(trained) else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _muon(

@@ -93,16 +93,19 @@ class Scheduler:
                 group["frozen"] = self._step < frozen
 
 
+def frozen_parameters(optimizer: "torch.optim.Optimizer") -> "list[torch.nn.Parameter]":
+    """What ``optimizer.frozen_steps`` does not train yet."""
+    return [p for group in optimizer.param_groups if group.get("frozen", False) for p in group["params"]]
+
+
 def drop_frozen_gradients(optimizer: "torch.optim.Optimizer") -> None:
     """Drop the gradients whose parameters ``optimizer.frozen_steps`` does not train yet.
 
     Without a gradient the optimizer passes a parameter over: neither weight nor running means nor the count of steps, by which
     AdamW corrects young means, move. The gradient's norm is that of what is trained.
     """
-    for group in optimizer.param_groups:
-        if group.get("frozen", False):
-            for parameter in group["params"]:
-                parameter.grad = None
+    for parameter in frozen_parameters(optimizer):
+        parameter.grad = None
 
 
 def build_scheduler(optimizer: "torch.optim.Optimizer", config: ScheduleConfig, total_steps: int) -> Scheduler:

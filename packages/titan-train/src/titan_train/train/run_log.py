@@ -29,6 +29,7 @@ from titan_train.observe import (
     peak_memory_gib,
 )
 from titan_train.observe.timing import Cause, StepSplit, split_line
+from titan_train.optim.schedule import check_schedule, lr_factor
 from titan_train.parallel.context import ContextParallelism
 from titan_train.task import Task
 from titan_train.train.measure import StepMeasure
@@ -41,8 +42,9 @@ log = logging.getLogger(__name__)
 class RunLog(Observer):
     """Records a run; `open` comes before its first step."""
 
-    def __init__(self, config: Config, measure: StepMeasure) -> None:
-        self._config, self._measure = config, measure
+    def __init__(self, config: Config, measure: StepMeasure, *, own_optimizer: bool = False) -> None:
+        """With an optimizer of the caller's own, the rate is that of its first group, as it set it."""
+        self._config, self._measure, self._own_optimizer = config, measure, own_optimizer
         self._trackers: list[Tracker] = []
         self._progress: TrainProgress | None = None
         self._before_s = 0.0  # of training in earlier processes
@@ -102,7 +104,7 @@ class RunLog(Observer):
             step=step,
             loss=result.loss,
             grad_norm=result.grad_norm,
-            lr=info.learning_rates[0],
+            lr=self._learning_rate(info),
             tokens=tokens,
             samples_consumed=info.samples_consumed,
             peak_mem_gib=peak_memory_gib(self.run.device),
@@ -147,6 +149,13 @@ class RunLog(Observer):
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
+
+    def _learning_rate(self, info: StepInfo) -> float:
+        """``optimizer.lr`` as scheduled; a group may have a scaled one, or none while it is frozen."""
+        if self._own_optimizer:
+            return info.learning_rates[0]
+        schedule = check_schedule(self._config.schedule, self._config.train.steps)
+        return self._config.optimizer.lr * lr_factor(info.step - 1, **schedule)
 
     def _is_logged(self, step: int) -> bool:
         return is_due(step, self._config.metrics.log_every, self._config.train.steps)

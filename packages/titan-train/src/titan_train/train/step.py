@@ -34,7 +34,7 @@ from titan_train.models.common.moe.balance import (
     summed_routing,
 )
 from titan_train.observe.timing import StepTimer
-from titan_train.optim.schedule import drop_frozen_gradients
+from titan_train.optim.schedule import drop_frozen_gradients, frozen_parameters
 from titan_train.optim.spikes import Spikes
 from titan_train.optim.update import can_update, update
 from titan_train.parallel.gradients import scale_gradients
@@ -159,7 +159,8 @@ class OptimizerStep:
         spike = self._spikes is not None and self._spikes.note(grad_norm, skipped=skipped)
         routing: dict[str, LayerRouting] = {}
         if self._load is not None:
-            routing = end_routing(self._model.parts, self._load, run.load, skip=skipped)
+            frozen = frozen_parameters(self._optimizer)
+            routing = end_routing(self._model.parts, self._load, run.load, skip=skipped, frozen=frozen)
         routing = share_routing(routing, self._model.experts, self._scope.pipeline_group, self._device)
         with self._timer.phase("optimizer"):
             if not skipped and not run.updated:

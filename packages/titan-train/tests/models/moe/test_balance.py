@@ -9,9 +9,11 @@ from titan_testing import assert_close, run_ranks
 from titan_train.models.common.args import MoEArgs
 from titan_train.models.common.moe.balance import (
     LayerRouting,
+    end_routing,
     routing_statistics,
     set_aux_scale,
     set_sequence_group,
+    summed_routing,
     update_expert_bias,
 )
 from titan_train.models.common.moe.layer import MoE
@@ -199,6 +201,18 @@ def test_a_skipped_step_forgets_the_load_and_keeps_the_bias() -> None:
     routing = update_expert_bias(layer, None, skip=True)
     assert sum(routing[""].load) == ROWS * SEQ * 2
     assert layer.load.tolist() == [0] * 8
+    assert layer.expert_bias is not None
+    assert layer.expert_bias.tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("how", ["train.freeze", "optimizer.frozen_steps"])
+def test_the_bias_of_a_router_that_is_not_trained_stays(how: str) -> None:
+    layer = make(bias_rate=0.25)
+    gate = layer.router.gate.weight.requires_grad_(how != "train.freeze")
+    layer(batch()[0].requires_grad_()).sum().backward()
+    total = summed_routing([layer], None)
+    assert total is not None
+    assert sum(end_routing([layer], total, total.tolist(), frozen=[gate] if gate.requires_grad else [])[""].load) > 0
     assert layer.expert_bias is not None
     assert layer.expert_bias.tolist() == [0.0] * 8
 

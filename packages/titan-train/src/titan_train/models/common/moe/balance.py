@@ -8,7 +8,7 @@ Shapes: E experts, L layers.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,21 +126,28 @@ def summed_routing(models: Sequence[nn.Module], group: dist.ProcessGroup | None)
 
 @torch.no_grad()
 def end_routing(
-    models: Sequence[nn.Module], total: torch.Tensor, host: Sequence[float], *, skip: bool = False
+    models: Sequence[nn.Module],
+    total: torch.Tensor,
+    host: Sequence[float],
+    *,
+    skip: bool = False,
+    frozen: Iterable[nn.Parameter] = (),
 ) -> dict[str, LayerRouting]:
-    """`update_expert_bias` without its collective and host sync.
+    """`update_expert_bias` without its collective and host sync. The biases of a router that is not trained stay.
 
     Args:
         models: As `summed_routing` was given.
         total: What it gave.
         host: Its values.
         skip: The step is dropped: biases stay.
+        frozen: Parameters that are not trained in this step, beside those that no gradient is asked of.
     """
+    held = {id(parameter) for parameter in frozen}
     found: dict[str, LayerRouting] = {}
     start = 0
     for fqn, layer in (named for model in models for named in moe_layers(model)):
-        experts = layer.args.num_experts
-        if layer.expert_bias is not None and not skip:
+        experts, gate = layer.args.num_experts, layer.router.gate.weight
+        if layer.expert_bias is not None and not skip and gate.requires_grad and id(gate) not in held:
             load = total[start : start + experts]
             layer.expert_bias += layer.args.bias_rate * torch.sign(load.mean() - load).to(layer.expert_bias)
             # a common shift changes no choice: without this the biases would drift
