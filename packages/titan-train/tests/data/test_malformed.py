@@ -1,13 +1,18 @@
+import codecs
 import gzip
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import zstandard
-from titan_train.config import DataConfig, SourceConfig
-from titan_train.data import MalformedInputError, prepare
+from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
+from titan_train.data import MalformedInputError, build_datasets, build_tokenizer, prepare
 from titan_train.data.shards.manifest import read_manifest
 from titan_train.data.shards.token_source import ShardedTokens
+from titan_train.data.sources.documents import list_files, read_documents
+from titan_train.data.sources.files import FileReader
+from titan_train.tasks.image_files import read_json_lines
 
 GOOD = ["the first", "zwei ü", "third \n line", "fourth"]
 LINES = [
@@ -203,3 +208,49 @@ def test_nested_text_keys_are_followed(tmp_path, tokenizer):
     config = DataConfig(sources=(source,), validation_fraction=0.0)
     (folder,) = prepare(config, tokenizer, cache_dir=tmp_path / "cache")
     assert _documents(folder, tokenizer)[0] == ["deep"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_a_byte_order_mark_is_no_part_of_the_first_document(tmp_path, tokenizer, suffix):
+    content = codecs.BOM_UTF8 + b'{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / f"a.{suffix}").write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    (folder,) = prepare(_config(tmp_path / f"a.{suffix}"), tokenizer, cache_dir=tmp_path / "cache")
+    assert _documents(folder, tokenizer)[0] == ["a", "b"]
+    (file,) = list_files(source := _config(tmp_path / f"a.{suffix}").sources[0])
+    first, second = read_documents(file, source, FileReader(file.path))
+    for document in (first, second):
+        rest = read_documents(file, source, FileReader(file.path), document.line, first_byte=document.byte)
+        assert next(rest) == document
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + b"text")
+    (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF8 + b"te\xff")
+    source = SourceConfig(name="t", paths=(str(tmp_path),))
+    config = DataConfig(sources=(source,), validation_fraction=0.0, on_error="quarantine", max_bad_fraction=1.0)
+    (folder,) = prepare(config, tokenizer, cache_dir=tmp_path / "cache")
+    assert _documents(folder, tokenizer)[0] == ["text"]
+    assert json.loads((folder / "quarantine.jsonl").read_text())["byte"] == 5
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line_that_names_an_image(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"image": "a.png"}\n{}\n')
+    assert list(read_json_lines(tmp_path / "a.jsonl")) == [(1, 0, {"image": "a.png"}), (2, 22, {})]
+
+
+def test_text_that_cannot_be_read_is_named_before_a_tokenizer_is_trained_on_it(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "some text"}\n')
+    config = _config(tmp_path / "a.jsonl", cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(
+        MalformedInputError, match=r"a.jsonl, line 1, byte 0: no key 'text'.*No document of data.sources"
+    ):
+        build_tokenizer(TokenizerConfig(), config)
+
+
+def test_a_malformed_document_of_a_stream_says_what_a_run_that_has_begun_needs(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text("bad\n")
+    config = _config(tmp_path / "a.jsonl")
+    config = replace(config, sources=(replace(config.sources[0], stream=True, stream_window=1),))
+    train, _ = build_datasets(config, tokenizer, seq_len=4, seed=0, cache_dir=tmp_path / "cache")
+    with pytest.raises(MalformedInputError, match=r'"quarantine"; a run that has begun also needs .*allow_data_change'):
+        train.require(1)

@@ -125,3 +125,14 @@ def test_8192_pieces_train_in_10_processor_seconds_and_hold_3_2_bytes_each_on_un
     assert time.process_time() - started < 10
     assert report.round_trips == report.documents > 20
     assert report.bytes_per_token >= 3.2
+
+
+def test_an_error_of_the_text_is_raised_as_it_is():
+    def texts(error):
+        yield "some text"
+        raise error
+
+    for error in (OSError(5, "Input/output error"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught:
+            train_sentencepiece(texts(error), 300)
+        assert caught.value is error

@@ -70,7 +70,7 @@ class PreparedFolder(Generic[State]):
         """Replace the state; with ``sync`` it survives a power failure."""
         write_atomic(self.state_path, self._adapter.dump_json(state, indent=1) + b"\n", sync=sync)
 
-    def bad_documents(self, source: str, config: DataConfig) -> BadDocuments:
+    def bad_documents(self, source: str, config: DataConfig, *, streamed: bool = False) -> BadDocuments:
         """Counts what is left out, under the limits of ``config``, and writes it to the quarantine file."""
         return BadDocuments(
             source,
@@ -78,6 +78,7 @@ class PreparedFolder(Generic[State]):
             max_fraction=config.max_bad_fraction,
             max_count=config.max_bad,
             quarantine=self.path / "quarantine.jsonl",
+            streamed=streamed,
         )
 
 

@@ -163,7 +163,8 @@ def train_sentencepiece(
         progress: Called as ``progress(bytes_read)`` while the text is read; the library trains silently after that.
 
     Raises:
-        ValueError: If the text is too short for ``vocab_size``, with the library's own words.
+        ValueError: If the text is too short for ``vocab_size``, with the library's own words. What ``texts`` raises is raised
+            as it is.
     """
     if vocab_size < 300:
         raise ValueError(
@@ -171,10 +172,10 @@ def train_sentencepiece(
             "Use 300 or more."
         )
     model = io.BytesIO()
-    lines = _sentences(texts, progress)
+    failed: list[BaseException] = []
     try:
         sentencepiece.SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
-            sentence_iterator=lines,
+            sentence_iterator=_noted(_sentences(texts, progress), failed),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
@@ -195,6 +196,8 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as err:
+        if failed:  # the library gives the error of its iterator as text
+            raise failed[0] from None
         raise ValueError(
             f"SentencePiece could not train vocab_size={vocab_size} ({model_type}) on this text: {err}. "
             "Give it more text, or ask for a smaller vocabulary."
@@ -204,6 +207,14 @@ def train_sentencepiece(
     if out_dir is not None:
         tokenizer.save(out_dir)
     return tokenizer
+
+
+def _noted(lines: Iterator[str], failed: list[BaseException]) -> Iterator[str]:
+    try:
+        yield from lines
+    except (Exception, KeyboardInterrupt) as err:
+        failed.append(err)
+        raise
 
 
 def _sentences(texts: Iterable[str], progress: Callable[[int], None] | None) -> Iterator[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan_train.config.data import OnError
+from titan_train.data.sources.document import printable
 
 BadKind = Literal[
     "invalid_utf8", "invalid_json", "missing_text", "empty", "truncated", "oversize", "bad_chat", "bad_image"
@@ -43,7 +44,7 @@ class BadDocument:
         excerpt = self.raw[:_EXCERPT_BYTES].decode(errors="backslashreplace")
         tail = f": {excerpt!r}" if excerpt else ""
         place = f"row {self.line}" if self.byte < 0 else f"line {self.line}, byte {self.byte}"
-        return f"{self.file}, {place}: {self.reason}{tail}"
+        return f"{printable(self.file)}, {place}: {self.reason}{tail}"
 
 
 class MalformedInputError(ValueError):
@@ -67,6 +68,7 @@ class BadDocuments:
         max_fraction: Largest share of documents that may be malformed.
         max_count: Largest number, 0 for no such limit.
         quarantine: File that quarantined documents are appended to, one JSON object a line.
+        streamed: Whether a run reads them while it trains.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class BadDocuments:
         max_fraction: float,
         max_count: int,
         quarantine: Path | None = None,
+        streamed: bool = False,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.seen = 0
@@ -85,6 +88,7 @@ class BadDocuments:
         self._max_fraction = max_fraction
         self._max_count = max_count
         self._quarantine = quarantine
+        self._streamed = streamed
         self.first: list[BadDocument] = []
         """Up to five of them."""
         self._logged: set[tuple[str, BadKind]] = set()
@@ -100,8 +104,9 @@ class BadDocuments:
             MalformedInputError: If the policy is to raise, or a limit is passed.
         """
         if self._on_error == "raise":
+            begun = "; a run that has begun also needs checkpoint.allow_data_change=true" if self._streamed else ""
             raise MalformedInputError(
-                f'{bad}. Repair the file, or set data.on_error to "skip" or "quarantine".', (bad,)
+                f'{bad}. Repair the file, or set data.on_error to "skip" or "quarantine"{begun}.', (bad,)
             )
         self.seen += 1
         self.counts[bad.kind] += 1

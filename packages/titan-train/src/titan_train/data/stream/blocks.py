@@ -78,7 +78,7 @@ class StreamBlocks:
         self._made: _Record | None = None  # the last block made here: other runs may push it out of the record
         self.step_blocks = 1
         """Blocks that a step reads."""
-        self._bad = self._folder.bad_documents(source.name, config)
+        self._bad = self._folder.bad_documents(source.name, config, streamed=True)
         with self._folder.one_process():
             self._forget_outdated()
 
