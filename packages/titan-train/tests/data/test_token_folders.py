@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from titan_train.config.data import DataConfig, SourceConfig
-from titan_train.data import prepare
+from titan_train.data import build_datasets, prepare
 from titan_train.tokenizers import ByteTokenizer
 
 
@@ -87,3 +87,22 @@ def test_a_wrong_token_folder_is_refused_and_left_as_it_was(case, good, tmp_path
 def test_the_folder_as_it_was_written_is_taken(good, tmp_path):
     config = DataConfig(sources=(SourceConfig(name="t", kind="tokens", paths=(str(good),)),))
     assert prepare(config, ByteTokenizer(), cache_dir=tmp_path, verify="full") == []
+
+
+def test_globs_and_exclude_choose_folders_of_tokens(good, tmp_path, caplog):
+    for name in ("a-1", "b-1", "b-2"):
+        shutil.copytree(good, tmp_path / name)
+    (tmp_path / "c-1").mkdir()  # nothing was prepared in it
+
+    def tokens(pattern, **options):
+        source = SourceConfig(name="t", kind="tokens", paths=(str(tmp_path / pattern),), **options)
+        return build_datasets(DataConfig(sources=(source,)), ByteTokenizer(), seq_len=8, seed=0)[0].num_tokens
+
+    one = tokens("a-1")
+    assert [tokens("?-1"), tokens("*"), tokens("*", exclude=("b-*",))] == [2 * one, 3 * one, one]
+    # no setting of this run holds out more of what is prepared
+    assert "skipping it. Prepare its text again with a larger data.validation_fraction" in caplog.text
+    with pytest.raises(ValueError, match=r"x-\*' matches no folder with a manifest.json"):
+        tokens("x-*")
+    with pytest.raises(ValueError, match=r"exclude=\['\*'\] leaves none of 3 folders"):
+        tokens("*", exclude=("*",))

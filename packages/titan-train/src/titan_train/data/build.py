@@ -8,6 +8,7 @@ here communicates.
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 from titan_train.config import DataConfig, SourceConfig
@@ -16,7 +17,7 @@ from titan_train.data.loader.packed import PackedDataset
 from titan_train.data.loader.rows import StreamedRows
 from titan_train.data.prepared import content_key
 from titan_train.data.progress import ProgressCallback
-from titan_train.data.shards.manifest import DataManifest, read_manifest
+from titan_train.data.shards.manifest import MANIFEST_NAME, DataManifest, read_manifest
 from titan_train.data.shards.megatron import MegatronTokens
 from titan_train.data.shards.prepare import (
     TRAIN,
@@ -135,6 +136,7 @@ def open_datasets(
     least = {name: 2 if name in whole else seq_len + 1 for name in held_out}
     enough = {name: source for name, source in held_out.items() if source.num_tokens >= least[name]}
     own = {source.name for source in config.validation_sources}
+    made = {source.name for source in config.sources if source.kind == "tokens"}
     for name in held_out.keys() - enough.keys():
         if config.validation_fraction > 0 or name in own:
             _logger.warning(
@@ -142,7 +144,11 @@ def open_datasets(
                 name,
                 held_out[name].num_tokens,
                 least[name],
-                "Name more text" if name in own else "Raise data.validation_fraction",
+                "Name more text"
+                if name in own
+                else "Prepare its text again with a larger data.validation_fraction, or name data.validation_sources"
+                if name in made
+                else "Raise data.validation_fraction",
             )
 
     def packed(
@@ -194,7 +200,7 @@ def _open_source(
     if source.kind == "megatron":
         return _open_megatron(source, tokenizer, config.verify), None
     if source.kind == "tokens":
-        folders = [Path(path).expanduser() for path in source.paths]
+        folders = _token_folders(source)
     else:
         folders = [source_folder(source, config, tokenizer, cache, template)]
     manifests = [_checked_manifest(folder, tokenizer) for folder in folders]
@@ -217,6 +223,36 @@ def _open_source(
             "Make each kind a source of its own."
         )
     return opened(TRAIN), opened(VALIDATION)
+
+
+def _token_folders(source: SourceConfig) -> list[Path]:
+    """The folders of tokens that a source names.
+
+    Raises:
+        ValueError: A glob matches none, or ``exclude`` leaves none.
+    """
+    folders: list[Path] = []
+    for given in source.paths:
+        path = Path(given).expanduser()
+        if path.exists() or not any(mark in given for mark in "*?["):
+            folders.append(path)
+            continue
+        found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+        matched = sorted(folder for folder in found if (folder / MANIFEST_NAME).is_file())
+        if not matched:
+            raise ValueError(
+                f"data.sources[{source.name!r}].paths: {given!r} matches no folder with a {MANIFEST_NAME}, as `titan-train data "
+                "prepare` writes it. Correct the path."
+            )
+        folders += matched
+    names = [(folder, folder.as_posix()) for folder in folders]
+    kept = [f for f, name in names if not any(fnmatch(name, p) or fnmatch(f.name, p) for p in source.exclude)]
+    if not kept:
+        raise ValueError(
+            f"data.sources[{source.name!r}].exclude={list(source.exclude)} leaves none of {len(folders)} folders. Name at least "
+            "one."
+        )
+    return kept
 
 
 def _holds_chats(source: TokenSource | StreamedRows) -> bool:
