@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from model_for_tests import Block, TinyLM
-from titan_fsdp import MixedPrecision, Policy, plan
+from titan_fsdp import MixedPrecision, Policy, Unit, plan
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -184,3 +184,9 @@ def test_a_module_that_is_named_beside_auto_is_one_unit_with_the_blocks_inside_i
 
     found = plan(Seeing(), {"shard": 4}, Policy(units=["auto", "encoder"])).units
     assert [unit.name for unit in found if unit.name] == ["encoder", *(f"layers.{i}" for i in range(3)), "root"]
+
+
+def test_a_module_that_is_named_is_taken_out_of_the_unit_that_was_found() -> None:
+    found = plan(TinyLM(), {"shard": 4}, Policy(units=["auto", "head", Unit("layers.0", reshard=False)])).units
+    assert [unit.name for unit in found] == ["embed", "layers.0", "layers.1", "norm", "head", "root"]
+    assert [unit.reshard for unit in found[1:3]] == [False, True]

@@ -53,6 +53,19 @@ class Plain(nn.Module):
         return self.unembed(self.final(x))
 
 
+class Wrapped(nn.Module):
+    """Names parts of parts as units of FSDP, and some that it does not have."""
+
+    fsdp_units = ("inner.unembed", "inner.units.*.mixer", "inner.vision")
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.inner = Plain(vocab_size)
+
+    def forward(self, tokens):
+        return self.inner(tokens)
+
+
 class Verbose(Plain):
     def forward(self, tokens):
         return {"logits": super().forward(tokens)}

@@ -12,6 +12,7 @@ from titan_train import use_code
 from titan_train.config import parse_config
 from titan_train.parallel.stages import check_can_be_cut
 from titan_train.planner.memory.ranks import rehearse
+from titan_train.train import Trainer
 
 UNPACKED = {"document_mask": False}  # these models take tokens alone
 MODELS = {
@@ -77,6 +78,20 @@ def test_a_users_model_gives_what_one_process_does(folder, single, model, layout
     results = run_ranks(run, ranks, folder, "own", sections(MODELS[model], parallel, more), timeout_s=120)
     errors = compare(single(model), results)
     assert not failures(errors, float8=False), errors
+
+
+def test_parts_of_parts_may_be_named_as_units(folder, tmp_path):
+    use_code([str(Path(__file__).parent)])
+    tree = composition.tree(folder, "units", sections({}, more={"train": {"dtype": "bf16"}}, name="Wrapped"))
+    with Trainer(parse_config(tree), run_dir=tmp_path) as trainer:
+        names = {unit.name for unit in trainer.model.report.plans[0].units}
+    assert {"inner.units.0", "inner.units.0.mixer", "inner.final", "inner.unembed"} < names
+
+
+def test_what_gets_no_gradient_does_not_stop_compressed_reduction(folder):
+    tree = sections(MODELS["tied, frozen and unused"], {"mode": "ddp", "compress": "bf16"})
+    for losses, *_ in run_ranks(run, 2, folder, "compressed", tree, steps=2):
+        assert len(losses) == 2
 
 
 def test_logits_that_lack_part_of_the_vocabulary_are_refused(folder):

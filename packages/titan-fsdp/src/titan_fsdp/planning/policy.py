@@ -155,7 +155,8 @@ class Policy:
 
     units: Literal["auto"] | Sequence[Unit | type[nn.Module] | str] = "auto"
     """``"auto"`` finds the repeated blocks, embeddings and head; or units, classes and FQN patterns, to
-    which ``"auto"`` adds those: ``["auto", Unit("layers.*.experts", mesh="experts")]``."""
+    which ``"auto"`` adds those: ``["auto", Unit("layers.*.experts", mesh="experts")]``; a module that is named and found is
+    the named unit's."""
     reshard: Reshard = "default"
     """``default``: free after forward except in the last unit, the root, and under pipeline parallelism; ``always``;
     ``never``; or a number of ranks (a divisor of the shard group) that keep a copy between forward and backward."""

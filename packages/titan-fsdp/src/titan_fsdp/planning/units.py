@@ -54,9 +54,11 @@ def find_groups(model: nn.Module, units: str | Sequence[Unit | type[nn.Module] |
     groups = _discover(model, modules) if "auto" in units else []
     named = [unit if isinstance(unit, Unit) else Unit(unit) for unit in units if unit != "auto"]
     chosen = [group for unit in named for group in _resolve(unit, modules)]
-    # what is named stays whole: blocks that were found inside it are part of it
+    # what is named stays whole: blocks that were found inside it are part of it; and it is taken out of what was found
     names = [fqn for group in chosen for fqn in group.fqns]
-    groups = [group for group in groups if not all(_is_inside(fqn, names) for fqn in group.fqns)] + chosen
+    groups = [group for group in groups if not all(_is_inside(fqn, names) for fqn in group.fqns)]
+    rests = [(group, tuple(fqn for fqn in group.fqns if fqn not in names)) for group in groups]
+    groups = [replace(group, fqns=rest) for group, rest in rests if rest] + chosen
     _check_disjoint(groups)
     _check_tied(model, groups)
     return _in_order(groups, modules)

@@ -49,7 +49,7 @@ class Traits:
     encoder_flops_per_token: Callable[[int], float] | None = None
     """`encoder_flops_per_token(seq_len)`: the part of `flops_per_token` that only the first pipeline stage computes."""
     fsdp_units: Sequence[str] = ()
-    """Modules that FSDP gathers as one unit each, besides the repeated blocks that it finds."""
+    """Modules that FSDP gathers as one unit each, by name or pattern, besides the repeated blocks that it finds."""
     float8_skip: Sequence[str] | None = None
     """Patterns of linears that stay in high precision where `float8.skip` is empty; None skips what titan-fp8 skips."""
     norm_readers: Sequence[tuple[str, str]] = ()

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 import titan_fp8
 import titan_fsdp as fsdp
 import torch
+from titan_fsdp.names import expand, named_modules
 from titan_mesh import Layout, Mesh
 from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.models.common.moe.routed import expert_stacks
+from titan_train.models.registry import is_shipped
 from titan_train.models.traits import traits_of
 from titan_train.parallel.float8 import gathers_float8_weights
 from titan_train.parallel.layout.degrees import Mode, resolve_mode, wrapped_over
@@ -87,16 +89,17 @@ def apply_data_parallel(
     assert mesh is not None
     if mode == "ddp":  # DistributedDataParallel wraps real parameters
         ranks = mesh["dp_replicate"] if layout.spec.cp == 1 else mesh["loss"]
-        of_transformers = traits_of(part).published is not None  # some families' indexers get no gradient
-        plan = fsdp.plan(part, ranks, fsdp_policy(config, mode, unused=of_transformers))
+        # of other people's models a part may get no gradient, such as the indexers of some families of transformers
+        plan = fsdp.plan(part, ranks, fsdp_policy(config, mode, unused=not is_shipped(part)))
         fsdp.materialize(part, device, init, seed=config.run.seed, skip=skip)
         return plan.apply(part), plan
     experts = [stack.fqn for stack in expert_stacks(part)] if layout.spec.ep > 1 else []
     meshes = {"experts": mesh.fsdp_mesh(experts=True)} if experts else None
     if gathers_float8_weights(config):
         titan_fp8.apply_float8_all_gather(part)
-    named = traits_of(part).fsdp_units
-    whole = [name for name in named if getattr(part, name, None) is not None]  # a pipeline stage may lack it
+    names = [name for name in named_modules(part) if name]
+    # a pipeline stage may lack some
+    whole = list(dict.fromkeys(name for unit in traits_of(part).fsdp_units for name in expand(unit, names)))
     plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, experts=experts, whole=whole), meshes=meshes)
     wrapped = plan.apply(part)
     home = device if config.parallel.offload == "none" else torch.device("cpu")
