@@ -1,8 +1,11 @@
+import errno
+import gzip
 import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
 from titan_train.data import DataLoader, build_datasets, build_tokenizer, open_datasets, prepare, stream_windows
 from titan_train.data.shards.manifest import read_manifest
 from titan_train.data.sources.document import is_held_out
+from titan_train.data.sources.documents import list_files
 from titan_train.tokenizers import ByteTokenizer
 
 # A tokenizer that dies, with no chance to clean up, at its 40th document.
@@ -264,6 +268,56 @@ def test_folders_globs_and_exclusions_choose_files(tmp_path, tokenizer):
     assert texts(paths=(root + "/**/*.txt",)) == ["b.txt", "sub/c.txt"]
     with pytest.raises(ValueError, match="leaves none of 3 files"):
         texts(paths=(root,), exclude=("*",))
+
+
+def test_linked_folders_and_suffixes_in_capitals_are_read_and_folders_that_cannot_be_read_are_named(
+    tmp_path, tokenizer, monkeypatch
+):
+    for name in ("t/b.txt", "t/.hidden/c.txt", "elsewhere/sub/d.TXT", "elsewhere/e.Md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "t/f.txt.GZ").write_bytes(gzip.compress(b"f"))
+    (tmp_path / "t/linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "t/twice").symlink_to(tmp_path / "elsewhere/sub")
+    (tmp_path / "t/.again").symlink_to(tmp_path / "t/.hidden")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path)
+
+    def names(**options):
+        return [file.name for file in list_files(SourceConfig(name="t", paths=(str(tmp_path / "t"),), **options))]
+
+    assert names() == [".hidden/c.txt", "b.txt", "f.txt.GZ", "linked/e.Md", "twice/d.TXT"]
+    (folder,) = prepare(
+        DataConfig(sources=(SourceConfig(name="t", paths=(str(tmp_path / "t"),)),)), tokenizer, cache_dir=tmp_path
+    )
+    assert sum(read_manifest(folder).text_bytes.values()) == 1 + sum(
+        len(name) for name in ("t/b.txt", "t/.hidden/c.txt", "elsewhere/sub/d.TXT", "elsewhere/e.Md")
+    )
+
+    def scandir(path, plain=os.scandir):
+        if str(path).endswith("twice"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ValueError, match=r"twice' cannot be read \(Permission denied\)"):
+        names()
+    assert names(exclude=("twice/*",)) == [".hidden/c.txt", "b.txt", "f.txt.GZ", "linked/e.Md"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are any bytes on Linux only")
+def test_a_file_whose_name_is_not_utf8_is_read(tmp_path, tokenizer):
+    (tmp_path / "t").mkdir()
+    for name in (b"ok-\xc3\xa9.txt", b"latin-\xe9.txt"):
+        (tmp_path / "t" / os.fsdecode(name)).write_text("some text")
+    source = SourceConfig(name="t", paths=(str(tmp_path / "t"),))
+    config = DataConfig(sources=(source,), validation_fraction=0.0)
+    (folder,) = prepare(config, tokenizer, cache_dir=tmp_path / "cache")
+    assert [file["path"] for file in read_manifest(folder).files] == ["latin-\\xe9.txt", "ok-é.txt"]
+    stream = DataConfig(sources=(replace(source, stream=True, stream_window=1),), validation_fraction=0.0)
+    train, _ = build_datasets(stream, tokenizer, seq_len=4, seed=0, cache_dir=tmp_path / "cache")
+    train.require(3)
+    assert train.stream_states(3)["t"][1]["file"].isprintable()
+    train.close()
 
 
 def test_streamed_windows_are_the_prepared_tokens_in_file_order(tmp_path, write_jsonl, tokenizer):

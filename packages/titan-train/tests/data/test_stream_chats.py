@@ -91,6 +91,15 @@ def test_chats_stream_alike_on_every_layout_and_resume_at_any_step(tmp_path, dp_
     assert np.array_equal(rest, plain[step:])
 
 
+def test_a_resume_of_chats_knows_where_its_conversation_begins_in_the_file(tmp_path):
+    folder = write_chats(tmp_path / "chats")
+    _, state = batches(dataset_of(folder, tmp_path / "a"), 4)
+    place = state["streams"]["chats"][1]
+    content = (folder / place["file"]).read_bytes()
+    assert place["line"] > 1
+    assert content[: place["byte"]].count(b"\n") == place["line"] - 1
+
+
 def test_another_template_makes_other_samples(tmp_path):
     folder = write_chats(tmp_path / "chats")
     first = dataset_of(folder, tmp_path / "a")

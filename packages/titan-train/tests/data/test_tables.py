@@ -1,5 +1,6 @@
 """Parquet, Arrow and saved data sets give the documents of the same JSON lines; what is damaged is named by its row."""
 
+import errno
 import json
 
 import numpy as np
@@ -145,6 +146,20 @@ def test_a_damaged_table_is_named_and_never_ends_quietly(tmp_path, form, damage)
     (bad,) = [d for d in found if getattr(d, "kind", "") == "truncated"]
     assert str(path) in str(bad)
     assert bad.line == 1 + len(found) - 1 - 500
+
+
+def test_a_table_that_the_disk_cannot_give_is_no_malformed_document(tmp_path, monkeypatch):
+    import pyarrow.parquet as parquet
+
+    source = written(tmp_path / "t", "parquet")
+
+    def failing(*_args, **_options):
+        raise OSError(errno.EIO, "Input/output error")
+        yield
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        documents(source)
 
 
 def test_a_missing_column_is_refused_with_those_there_are(tmp_path):

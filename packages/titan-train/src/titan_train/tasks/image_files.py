@@ -4,6 +4,7 @@ An image is taken as a viewer shows it: turned as its EXIF says, on white where 
 animation's first frame.
 """
 
+import codecs
 import json
 import tarfile
 from collections.abc import Generator, Iterator
@@ -33,9 +34,10 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, int, Any]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
+                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if content.strip():
                     try:
-                        value: Any = json.loads(line.decode())
+                        value: Any = json.loads(content.decode())
                     except (ValueError, RecursionError) as err:
                         value = ValueError(f"not JSON: {err}")
                     yield number, byte, value

@@ -13,12 +13,17 @@ class CorpusFile:
 
     path: Path
     name: str
-    """Path below the folder it was found in: what a cache key and a manifest call it."""
+    """Path below the folder it was found in, as `printable` gives it: what a cache key and a manifest call it."""
 
     def stamp(self) -> tuple[str, int, int]:
         """Name, size (bytes) and time of change (ns): differ when the file was changed."""
         status = self.path.stat()
         return self.name, status.st_size, status.st_mtime_ns
+
+
+def printable(name: str) -> str:
+    """The name of a file as text: bytes that are not UTF-8, which Python keeps as lone surrogates, become escapes."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True, slots=True)

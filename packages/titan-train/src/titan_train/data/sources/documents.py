@@ -4,6 +4,7 @@ Text files are one document each; every line of a JSON lines file is one, and ev
 order, so the stream of documents is the same on every machine that holds the same files.
 """
 
+import codecs
 import json
 import os
 import sysconfig
@@ -14,7 +15,7 @@ from typing import Any
 
 from titan_train.config import SourceConfig
 from titan_train.data.sources.chat import Conversations
-from titan_train.data.sources.document import CorpusFile, Document
+from titan_train.data.sources.document import CorpusFile, Document, printable
 from titan_train.data.sources.files import DamagedFileError, FileReader
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document, oversize
@@ -89,7 +90,7 @@ def _stdlib_files() -> list[CorpusFile]:
         subfolders[:] = [name for name in subfolders if name not in _STDLIB_EXCLUDED]
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
             if path.stat().st_size:  # an empty __init__.py is not a document
-                files.append(CorpusFile(path, path.relative_to(root).as_posix()))
+                files.append(CorpusFile(path, printable(path.relative_to(root).as_posix())))
     files.sort(key=lambda file: file.name)
     if not files:
         raise ValueError(
@@ -102,7 +103,7 @@ def _stdlib_files() -> list[CorpusFile]:
 def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
     path = local_path(given)
     if path.is_file():
-        return [CorpusFile(path, path.name)]
+        return [CorpusFile(path, printable(path.name))]
     if any((folder / PARTS_NAME).is_dir() for folder in (path, *path.parents)):
         raise ValueError(
             f"data.sources[{source.name!r}].paths: {given!r} is of a download that broke off, so files are missing. Run the same "
@@ -112,15 +113,15 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
         return saved
     if path.is_dir():
         suffixes = _SUFFIXES.get(source.kind, _TEXT_SUFFIXES)
-        found = [p for p in path.rglob("*") if p.is_file() and _plain_suffix(p) in suffixes]
+        found = [p for p in _files_below(path, source) if _plain_suffix(p) in suffixes and p.is_file()]
         found = [p for p in found if p.name != RECORD_NAME]  # of `titan-train data download`
-        return sorted((CorpusFile(p, p.relative_to(path).as_posix()) for p in found), key=lambda f: f.name)
+        return sorted((CorpusFile(p, printable(p.relative_to(path).as_posix())) for p in found), key=lambda f: f.name)
     if any(mark in given for mark in "*?["):
         root = Path(path.anchor) if path.is_absolute() else Path()
         pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
         found = sorted(p for p in root.glob(pattern) if p.is_file())
         if found:
-            return [CorpusFile(p, p.as_posix()) for p in found]
+            return [CorpusFile(p, printable(p.as_posix())) for p in found]
     if path.exists():
         raise ValueError(
             f"data.sources[{source.name!r}].paths: {given!r} is a pipe or a device, and sources are read several times. Write "
@@ -129,6 +130,40 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
     raise ValueError(
         f"data.sources[{source.name!r}].paths: {given!r} does not exist.{download_hint(given) or _nearest(path)}"
     )
+
+
+def _files_below(root: Path, source: SourceConfig) -> Iterator[Path]:
+    """What a folder holds at any depth, in no order. Links to folders elsewhere are followed, each place once.
+
+    Raises:
+        ValueError: A folder cannot be read, and ``exclude`` does not leave it out.
+    """
+
+    def left_out(folder: Path) -> bool:
+        name = folder.relative_to(root).as_posix() + "/"
+        return folder.name == "lost+found" or any(fnmatch(name, pattern) for pattern in source.exclude)
+
+    def failed(err: OSError) -> None:
+        if not left_out(Path(err.filename)):
+            raise ValueError(
+                f"data.sources[{source.name!r}].paths: the folder {err.filename!r} cannot be read ({err.strerror}), so its files "
+                'would be missing. Allow this user to read it, or leave it out: exclude = ["NAME/*"].'
+            ) from err
+
+    here = os.path.realpath(root)
+    seen: set[str] = set()
+    for folder, subfolders, names in os.walk(root, onerror=failed, followlinks=True):
+        inside = Path(here, os.path.relpath(folder, root))
+        kept: list[str] = []
+        for name in sorted(subfolders):
+            place = os.path.realpath(Path(folder, name))
+            linked = place != str(inside / name)
+            # what lies below the root is read there
+            if place not in seen and not (linked and os.path.commonpath([place, here]) == here):
+                kept.append(name)
+                seen.add(place)
+        subfolders[:] = kept
+        yield from (Path(folder, name) for name in names)
 
 
 def _nearest(path: Path) -> str:
@@ -140,7 +175,8 @@ def _nearest(path: Path) -> str:
 
 
 def _plain_suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in (".gz", ".zst") else suffix
 
 
 def _matches(file: CorpusFile, pattern: str) -> bool:
@@ -160,15 +196,15 @@ def _read_text(
                 content += chunk
     except DamagedFileError as err:
         damage = str(err)
-    raw = bytes(content)
+    raw = bytes(content.removeprefix(codecs.BOM_UTF8))
     if first_line > 1:
         return  # the one document was taken before; the file is read for its hash
     if damage is not None:
-        yield BadDocument(str(file.path), 1, len(raw), "truncated", damage, b"")
+        yield BadDocument(str(file.path), 1, len(content), "truncated", damage, b"")
     elif too_long:
         yield BadDocument(str(file.path), 1, 0, "oversize", oversize(source), raw[:200])
     else:
-        yield _checked(file, 1, 0, raw)
+        yield _checked(file, 1, len(content) - len(raw), raw)
 
 
 def _read_json_lines(
@@ -183,6 +219,9 @@ def _read_json_lines(
                 continue
             if line is None:
                 yield BadDocument(str(file.path), number, offset, "oversize", oversize(source), b"")
+            elif offset == 0 and line.startswith(codecs.BOM_UTF8):
+                mark = len(codecs.BOM_UTF8)
+                yield _parse(file, source, number, mark, line[mark:], chats)
             else:
                 yield _parse(file, source, number, offset, line, chats)
     except DamagedFileError as err:

@@ -39,6 +39,7 @@ class FileReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._suffix = path.suffix.lower()
         self._sha = hashlib.sha256()
         self.bytes_read = 0
         """Raw (compressed) bytes read so far."""
@@ -46,7 +47,7 @@ class FileReader:
 
     def go_to(self, byte: int) -> int:
         """Begin at this byte of the content, or at 0 in a compressed file; returns the choice."""
-        self._start = 0 if self.path.suffix in (".gz", ".zst") else byte
+        self._start = 0 if self._suffix in (".gz", ".zst") else byte
         return self._start
 
     @property
@@ -61,9 +62,9 @@ class FileReader:
             DamagedFileError: If the file is truncated or damaged, after the pieces before that.
         """
         with open_file(self.path) as file:
-            if self.path.suffix == ".zst":
+            if self._suffix == ".zst":
                 yield from self._zstd_chunks(file)
-            elif self.path.suffix == ".gz":
+            elif self._suffix == ".gz":
                 yield from self._gzip_chunks(file)
             else:
                 file.seek(self._start)

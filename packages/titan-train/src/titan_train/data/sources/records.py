@@ -1,5 +1,6 @@
 """A record, from a JSON line or a row of a table, as a document: the text at a key, or a conversation."""
 
+from dataclasses import replace
 from typing import Any
 
 from titan_train.config import SourceConfig
@@ -48,7 +49,7 @@ def as_document(
         value = value[part]
     if source.messages_key:
         try:
-            return _within(source, chats.document(value, record, number), bad)
+            return _within(source, replace(chats.document(value, record, number), byte=max(offset, 0)), bad)
         except UnicodeEncodeError as err:
             return bad("invalid_utf8", f"a lone surrogate, \\u{ord(err.object[err.start]):04x}, is not a character")
         except ValueError as err:

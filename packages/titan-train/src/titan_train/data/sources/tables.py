@@ -13,7 +13,7 @@ from typing import Any, cast
 from titan_train.config import SourceConfig
 from titan_train.config.data import AUTO_MESSAGES
 from titan_train.data.sources.chat import Conversations
-from titan_train.data.sources.document import CorpusFile, Document
+from titan_train.data.sources.document import CorpusFile, Document, printable
 from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document
@@ -32,6 +32,7 @@ def read_rows(
 
     Raises:
         ValueError: If pyarrow is missing, or the table has no such column.
+        OSError: If the file cannot be read.
     """
     number = first_row - 1
     try:
@@ -43,7 +44,9 @@ def read_rows(
                     continue
                 raw = repr(row)[:_EXCERPT_CHARS].encode(errors="backslashreplace")
                 yield as_document(row, source, chats, file=file, number=number, offset=-1, raw=raw)
-    except OSError as err:  # pyarrow's errors of files and pages; ArrowInvalid is a ValueError and comes below
+    except OSError as err:  # pyarrow's errors of pages have no number; ArrowInvalid is a ValueError and comes below
+        if err.errno:  # the system's: the disk fails, or the file may not be read
+            raise
         yield BadDocument(str(file.path), number + 1, -1, "truncated", f"damaged ({first_line(err)})", b"")
     except _DamagedTableError as err:
         yield BadDocument(str(file.path), number + 1, -1, "truncated", str(err), b"")
@@ -73,7 +76,7 @@ def saved_dataset_files(folder: Path) -> list[CorpusFile] | None:
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
             raise ValueError(f"{state} names the file {name!r}, which is not in {folder}. Copy the whole folder.")
-        files.append(CorpusFile(folder / name, name))
+        files.append(CorpusFile(folder / name, printable(name)))
     return files
 
 
