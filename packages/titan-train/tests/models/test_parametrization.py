@@ -8,9 +8,11 @@ from titan_train.config.model import ModelConfig
 from titan_train.config.optimizer import MuonConfig
 from titan_train.models import build_model, init_for
 from titan_train.models.parametrization import Parametrization
+from titan_train.models.registry import find_model
 from titan_train.optim import build_optimizer, plan_groups
 from titan_train.optim.groups import muon_update
 from titan_train.optim.newton_schulz import update_scale
+from titan_train.train import coordinates
 from titan_train.train.coordinates import check_coordinates, coordinates_svg
 
 
@@ -139,6 +141,20 @@ def test_activations_move_as_far_at_any_width_under_mup_and_further_without(name
     plain = check_coordinates(parse_config({"model": {"name": name}, "optimizer": optimizer}), (64, 128, 256))
     assert min(plain.slopes.values()) > 0.5, plain.slopes
     assert coordinates_svg(plain).count("<polyline") == len(plain.slopes)
+
+
+def test_a_narrow_model_has_its_own_heads_and_no_patterns_for_layers_that_it_lacks():
+    muon = {"heads": {"wq": 32, "w[kv]": 8, r"layers\.30\.mlp": 2}}
+    optimizer = {"name": "muon", "muon": muon, "lr_scales": {r"layers\.30\.": 2.0, r"layers\.3\.": 0.5}}
+    config = parse_config({"model": {"name": "llama3_8b"}, "optimizer": optimizer})
+    family, whole = find_model("llama3_8b")
+    for width, heads in ((64, {"wq": 4, "w[kv]": 1}), (128, {"wq": 8, "w[kv]": 2})):
+        args = coordinates._narrow(whole, width)
+        model = family.build(args)
+        found = coordinates._settings(config, args, [name for name, _ in model.named_parameters()])
+        assert found.muon.heads == heads
+        assert found.lr_scales == {r"layers\.3\.": 0.5}
+        plan_groups(model, found)
 
 
 @pytest.mark.slow

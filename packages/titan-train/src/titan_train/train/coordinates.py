@@ -10,6 +10,8 @@ Heads are 16 channels wide, and there are at most four layers and 256 tokens, so
 
 import dataclasses
 import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_train.config import Config
+from titan_train.config import Config, OptimizerConfig
 from titan_train.models import init_for
+from titan_train.models.arguments import model_args
 from titan_train.models.parametrization import parametrize
 from titan_train.models.registry import find_model
 from titan_train.optim import build_optimizer
@@ -127,7 +130,8 @@ def _changes(config: Config, width: int, base: int, seed: int) -> dict[str, floa
         for number, (name, parameter) in enumerate(model.named_parameters()):
             fill(name, parameter, torch.Generator().manual_seed(1000 * seed + number))
     tokens = torch.randint(_VOCABULARY, (_ROWS, _TOKENS + 1), generator=torch.Generator().manual_seed(seed))
-    optimizer = build_optimizer(model, config.optimizer)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    optimizer = build_optimizer(model, _settings(config, args, names))
     before = _activations(model, tokens[:, :-1])
     for _ in range(_STEPS):
         optimizer.zero_grad()
@@ -135,6 +139,28 @@ def _changes(config: Config, width: int, base: int, seed: int) -> dict[str, floa
         optimizer.step()
     after = _activations(model, tokens[:, :-1])
     return {name: float((after[name] - before[name]).square().mean().sqrt()) for name in before}
+
+
+def _settings(config: Config, args: Any, names: Sequence[str]) -> OptimizerConfig:
+    """The optimizer's settings, which are those of the configured model, as a narrow one with these arguments has them: its own
+    numbers of heads, and no pattern for layers that it lacks.
+    """
+    whole = model_args(config.model, vocab_size=None)
+    counts = ("delta_key_heads", "delta_heads", "num_kv_heads", "num_heads")  # of equal ones the last counts
+    heads = {getattr(whole, name): getattr(args, name) for name in counts if hasattr(whole, name)}
+
+    def kept(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {pattern: value for pattern, value in table.items() if any(re.search(pattern, name) for name in names)}
+
+    optimizer, muon = config.optimizer, config.optimizer.muon
+    muon = dataclasses.replace(
+        muon,
+        groups=kept(muon.groups),
+        splits=kept(muon.splits),
+        heads={pattern: heads.get(count, count) for pattern, count in kept(muon.heads).items()},
+    )
+    tables = {name: kept(getattr(optimizer, name)) for name in ("lr_scales", "weight_decays", "frozen_steps")}
+    return dataclasses.replace(optimizer, muon=muon, **tables)
 
 
 @torch.no_grad()
