@@ -95,6 +95,22 @@ def test_a_resume_takes_up_the_batches_where_it_stopped(tmp_path):
     assert rest.losses == whole.losses[2:]
 
 
+@pytest.mark.parametrize("stop", [2, 5])  # in the first pass over the rows and in the second
+def test_a_resume_goes_on_in_the_order_that_a_torch_loader_shuffled(tmp_path, stop):
+    tokens, labels = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+
+    def part(name, until):
+        loader = DataLoader(
+            range(len(tokens)), ROWS, shuffle=True, collate_fn=lambda rows: (tokens[rows], labels[rows])
+        )
+        with Trainer(config(tmp_path, name, train={"steps": 6}), data=loader) as trainer:
+            trainer.fit(until=until)
+            trainer.save()
+        return trainer.losses
+
+    assert part("parts", stop) + part("parts", 6) == part("whole", 6)
+
+
 class Slowing(torch.optim.SGD):
     """Keeps the number of its steps in the groups, as optimizers of schedule-free kinds do."""
 

@@ -58,7 +58,7 @@ def build_loader(
             seq_len=config.model.seq_len, fixed=fixed, vocab_size=vocab_size, device=device, steps=steps,
             name="data" if steps is None else "validation_data", dp_rank=mesh.rank_in("dp") if mesh else 0,
             documents=config.data.document_mask,
-            multiple_of=config.parallel.tp if config.parallel.sequence_parallel else 1,
+            multiple_of=config.parallel.tp if config.parallel.sequence_parallel else 1, seed=config.run.seed,
         )  # fmt: skip
     return DataLoader(
         cast("BatchSource", batches),

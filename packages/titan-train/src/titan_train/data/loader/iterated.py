@@ -3,11 +3,14 @@
 A `titan_train.data.BatchSource` is better where it can be written: its samples have numbers, so that a run sees the same data
 on any ranks and after any resume. An iterable has only an order. A resume loads the state that it saved, if it has
 ``state_dict`` and ``load_state_dict`` (as torchdata's ``StatefulDataLoader``), on as many data-parallel ranks, and else takes
-and drops the microbatches of the steps that were made. What iterates anew (a list, a ``DataLoader``) begins again at its end; a
-generator ends the run.
+and drops the microbatches of the steps that were made. What iterates anew (a list, a ``DataLoader``) begins again at its end, and
+what it draws from torch's generator as it begins, such as the order of ``shuffle=True``, follows from the run's seed and the
+samples before, alike on every rank; a generator ends the run.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+import hashlib
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from titan_train.config.ramp import BatchRamp
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 _POSITION = "iterated_samples"
 _PLACE = "iterable_of"
+_END = object()
 _KEYS = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
@@ -39,6 +43,7 @@ class IteratedBatches:
         dp_rank: This one.
         documents: Whether documents that ``position_ids`` show are kept apart.
         multiple_of: S must be a multiple of it: of the ranks that share a row under sequence parallelism.
+        seed: The run's, which decides what later passes draw.
         rows: B of a microbatch.
         seq_len: The largest S; the only one if ``fixed``.
         fixed: Every microbatch must be of S = ``seq_len``, as pipeline and context parallelism need it.
@@ -67,6 +72,7 @@ class IteratedBatches:
         dp_rank: int = 0,
         documents: bool = True,
         multiple_of: int = 1,
+        seed: int = 0,
     ) -> None:
         if not isinstance(cast("object", batches), Iterable):
             raise ValueError(
@@ -82,11 +88,12 @@ class IteratedBatches:
             vocab_size,
             device,
         )
-        self._documents, self._multiple_of = documents, multiple_of
+        self._documents, self._multiple_of, self._seed = documents, multiple_of, seed
         self._iterator: Iterator[Any] | None = None
         self._samples = 0  # of the steps that were taken whole, over all ranks
         self._made = 0  # those steps, since this was built
         self._number = 0  # microbatches taken of the step in progress
+        self._taken = 0  # samples of all ranks, those of the step in progress too
         self._since_start = 0  # microbatches since the iterator began anew
         self._loaded = False  # the iterable continues where it was saved, which may be its end
 
@@ -149,6 +156,7 @@ class IteratedBatches:
         position = int(state[_POSITION])
         if loads:
             cast("Any", self._given).load_state_dict(state["iterable"])
+            self._taken = position
         else:
             for _ in range(position // (self._dp_size * self._rows)):
                 self._next()
@@ -171,21 +179,35 @@ class IteratedBatches:
 
     def _next(self) -> Any:
         for _ in range(2):
-            if self._iterator is None:
-                self._iterator, self._since_start = iter(self._given), 0
-            try:
-                item = next(self._iterator)
-            except StopIteration:
+            with contextlib.nullcontext() if self._iterator is not None else self._draws_of_a_pass():
+                if self._iterator is None:
+                    self._iterator, self._since_start = iter(self._given), 0
+                item = next(self._iterator, _END)
+            if item is _END:
                 if (self._since_start == 0 and not self._loaded) or self._iterator is self._given:
                     break
                 self._iterator, self._loaded = None, False
                 continue
             self._since_start, self._loaded = self._since_start + 1, False
+            self._taken += self._dp_size * self._rows
             return item
         raise RuntimeError(
             f"{self._name} ended after {self._samples} samples, {self._made} steps. Give as many as the "
             "run takes, or something that can be iterated over anew, such as a list or a DataLoader."
         )
+
+    @contextlib.contextmanager
+    def _draws_of_a_pass(self) -> Generator[None]:
+        """Where a pass after the first begins; the first one finds the generator as every start of the run sets it."""
+        import torch
+
+        if not self._taken:
+            yield
+            return
+        text = f"{self._seed} pass after {self._taken}"
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
+            yield
 
     def _batch(self, item: Any, samples: int) -> Batch:
         import torch
