@@ -50,10 +50,23 @@ def test_a_model_without_blocks_is_one_unit_with_a_warning() -> None:
         ("always", True, [True] * 5),
         ("never", False, [False] * 5),
         (2, False, [2] * 5),
+        (1, False, [False] * 5),
+        (4, False, [True] * 5),
     ],
 )
 def test_reshard_table(reshard: Any, pp: bool, want: list[Any]) -> None:
     assert [u.reshard for u in plan(TinyLM(), {"shard": 4}, Policy(reshard=reshard, pp=pp)).units] == want
+
+
+@pytest.mark.parametrize(("shards", "want"), [(8, 4), (4, True), (2, True), (6, True)])
+def test_a_number_of_ranks_holds_on_a_units_own_mesh_where_it_divides_its_shards(shards: int, want: Any) -> None:
+    policy = Policy(units=["auto", Unit("layers.0", mesh="experts")], reshard=4)
+    units = plan(TinyLM(), {"shard": 8}, policy, meshes={"experts": {"shard": shards}}).units
+    assert [u.reshard for u in units[:3]] == [4, want, 4]
+    own = Policy(units=["auto", Unit("layers.0", mesh="experts", reshard=4)])
+    if shards % 4:
+        with pytest.raises(ValueError, match=rf"must divide its {shards} shards. Use 'always' or 'never'"):
+            plan(TinyLM(), {"shard": 8}, own, meshes={"experts": {"shard": shards}})
 
 
 def test_overrides_and_unit_settings_win_over_the_policy() -> None:

@@ -97,10 +97,11 @@ def planned_units(
         # A nested float32 unit does as the unit it was taken from.
         host = group.host or group.fqns
         at_end = host == ("root",) or (last is not None and host == last.fqns)
-        reshard = _reshard(group.unit.reshard, host, group.fqns, policy, last=at_end)
-        units.append(_unit(group, params, reshard, policy, _group_sizes(group.unit, sizes, own)))
+        of_unit = _group_sizes(group.unit, sizes, own)
+        reshard = _reshard(group.unit, host, group.fqns, policy, of_unit.shard, last=at_end)
+        units.append(_unit(group, params, reshard, policy, of_unit))
     root = Group(("",), Unit("*"))
-    reshard = _reshard(None, ("root",), ("root",), policy, last=True)
+    reshard = _reshard(root.unit, ("root",), ("root",), policy, sizes.shard, last=True)
     units.append(_unit(root, tuple(members.get(None, [])), reshard, policy, sizes))
     for unit in units:
         _check_reshard_size(unit)
@@ -157,28 +158,31 @@ def _shard_dim(name: str, shape: tuple[int, ...], wanted: int | str, shards: int
 
 
 def _reshard(
-    own: Reshard | None, names: tuple[str, ...], group: tuple[str, ...], policy: Policy, *, last: bool
+    unit: Unit, names: tuple[str, ...], group: tuple[str, ...], policy: Policy, shards: int, *, last: bool
 ) -> bool | int:
-    value: Reshard = policy.reshard if own is None else own
+    value: Reshard = policy.reshard if unit.reshard is None else unit.reshard
+    general = unit.reshard is None
     for pattern, override in policy.reshard_overrides.items():
         if any(expand(pattern, [*names, *group])):
-            value = override
-    if value == "default":
-        return False if policy.mode == "ddp" else not (policy.pp or last)
+            value, general = override, False
     if policy.mode == "ddp":
         return False
-    return {"always": True, "never": False}.get(value, value) if isinstance(value, str) else value  # pyright: ignore[reportReturnType]
+    if isinstance(value, str):
+        return {"always": True, "never": False}.get(value, not (policy.pp or last))
+    if isinstance(value, bool):
+        return value
+    if general and unit.mesh is not None and shards % value:  # it was chosen for the shards of the other units
+        return True
+    return {shards: True, 1: False}.get(value, value)  # as torch has it
 
 
 def _check_reshard_size(unit: PlannedUnit) -> None:
-    if isinstance(unit.reshard, bool):
-        return
     shards = unit.sizes.shard
-    choices = [k for k in range(2, shards) if shards % k == 0]
-    if unit.reshard not in choices:
+    if not isinstance(unit.reshard, bool) and shards % unit.reshard:
+        choices = [k for k in range(2, shards) if shards % k == 0]
         raise ValueError(
-            f"reshard={unit.reshard} of unit {unit.name!r} must divide its {shards} shards and be neither 1 nor all. "
-            f"Use {'one of ' + str(choices) if choices else 'always or never: this group has no such divisor'}."
+            f"reshard={unit.reshard} of unit {unit.name!r} must divide its {shards} shards. Use 'always' or 'never'"
+            f"{f', or one of {choices}' if choices else ''}."
         )
 
 

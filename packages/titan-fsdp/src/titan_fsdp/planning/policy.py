@@ -159,7 +159,8 @@ class Policy:
     the named unit's."""
     reshard: Reshard = "default"
     """``default``: free after forward except in the last unit, the root, and under pipeline parallelism; ``always``;
-    ``never``; or a number of ranks (a divisor of the shard group) that keep a copy between forward and backward."""
+    ``never``; or a number of ranks (a divisor of the shard group) that keep a copy between forward and backward: all of them is
+    ``always``, 1 is ``never``, and a unit on a mesh of its own whose shards it does not divide is freed."""
     reshard_overrides: Mapping[str, Reshard] = field(default_factory=dict[str, Reshard])
     """FQN pattern of a unit (``root`` names the root) to its own reshard value."""
     mp: MixedPrecision = field(default_factory=MixedPrecision)
