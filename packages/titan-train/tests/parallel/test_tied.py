@@ -16,11 +16,12 @@ from titan_train.config import parse_config
 from titan_train.config.optimizer import OptimizerConfig
 from titan_train.models import build_model
 from titan_train.optim import plan_groups
+from titan_train.optim.matrices import matrix_kinds
 from titan_train.parallel.check import check_model
 from titan_train.parallel.float8 import convert_to_float8
 from titan_train.parallel.layout.run import plan_run
 from titan_train.parallel.stages import take_stage
-from titan_train.parallel.tied import meaning_all_copies
+from titan_train.parallel.tied import meaning_all_copies, parameter_names
 from titan_train.train import Trainer
 from torch import nn
 
@@ -174,6 +175,29 @@ def test_both_names_of_a_tied_weight_with_different_values_are_refused():
         general = plan_groups(model, OptimizerConfig(**{table: {"lm_head": 2, "": 3}}))
         field = {"lr_scales": "lr_scale", "weight_decays": "weight_decay"}.get(table, table)
         assert [getattr(group, field) for group in general if OWN[0] in group.fqns] == [2]
+
+
+class Unnamed(nn.Module):
+    """Its head is known as one by its weight alone, which is its embedding's."""
+
+    first_stage_parts, last_stage_parts = ("words",), ("to_words",)
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.to_words = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(2)})
+        self.to_words.weight = self.words.weight
+
+
+def test_a_tied_head_alone_on_its_stage_is_updated_as_its_copy_is():
+    whole = Unnamed()
+    names, kinds = parameter_names(whole), matrix_kinds(whole, {})
+    for number, tied in enumerate(("words.weight", "to_words.weight")):
+        stage = take_stage(whole, range(number, number + 1), first=number == 0, last=number == 1)
+        groups = plan_groups(stage, OptimizerConfig(name="muon"), names=names, kinds=kinds)
+        assert {name: group.kind for group in groups for name in group.fqns} == {
+            tied: "adamw", f"layers.{number}.weight": "muon", f"layers.{number}.bias": "adamw",
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["tok_embeddings", "lm_head", "lm_head.weight"])

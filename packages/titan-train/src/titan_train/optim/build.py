@@ -17,7 +17,7 @@ from titan_train.optim.average import Z
 from titan_train.optim.compact_adamw import CompactAdamW
 from titan_train.optim.compact_states import block_length
 from titan_train.optim.groups import ParameterGroup, plan_groups
-from titan_train.optim.matrices import parts_of_rows
+from titan_train.optim.matrices import MatrixKind, parts_of_rows
 from titan_train.optim.muon import Muon
 from titan_train.optim.muon_step import MuonMatrix
 from titan_train.optim.newton_schulz import Rule
@@ -45,6 +45,7 @@ def build_optimizer(
     names: ParameterNames | None = None,
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     cuts: ParamShards | None = None,
+    kinds: Mapping[str, MatrixKind] | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> torch.optim.Optimizer:
@@ -57,6 +58,7 @@ def build_optimizer(
         names: The whole model's, where ``model`` is part of one: a pattern may be for a parameter that another rank has.
         make: Builds an optimizer of yours from the groups; None builds ``config.name``.
         cuts: What tensor and expert parallelism cut of this rank's parameters.
+        kinds: What Muon makes of the whole model's parameters, where ``model`` is part of one with tied weights.
         group: The ranks that together hold each matrix that Muon takes; None if this one does.
         device: Where Muon computes; None is where the parameters are.
 
@@ -68,7 +70,7 @@ def build_optimizer(
         ValueError: A pattern is found in no parameter's name, patterns contradict each other for a tied weight, or the
             model has nothing to train.
     """
-    groups = plan_groups(model, config, names=names, cuts=cuts)
+    groups = plan_groups(model, config, names=names, cuts=cuts, kinds=kinds)
     if not groups:
         kind = type(model).__name__ if isinstance(model, nn.Module) else "this rank's part of the model"
         raise ValueError(f"{kind} has no parameter with requires_grad: there is nothing to train.")

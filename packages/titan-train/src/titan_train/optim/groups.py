@@ -18,7 +18,7 @@ from torch import nn
 from titan_train.config.optimizer import MuonConfig, OptimizerConfig
 from titan_train.models.parametrization import Update, kind_of
 from titan_train.models.traits import traits_of
-from titan_train.optim.matrices import UNDECAYED, check_parts, matrix_kinds, muon_names
+from titan_train.optim.matrices import UNDECAYED, MatrixKind, check_parts, matrix_kinds, muon_names
 from titan_train.parallel.param_shard import ParamShards
 from titan_train.parallel.tied import ParameterNames, parameter_names
 from titan_train.values import did_you_mean
@@ -48,6 +48,7 @@ def plan_groups(
     *,
     names: ParameterNames | None = None,
     cuts: ParamShards | None = None,
+    kinds: Mapping[str, MatrixKind] | None = None,
 ) -> list[ParameterGroup]:
     """Sort a model's trainable parameters into groups.
 
@@ -57,6 +58,7 @@ def plan_groups(
         names: The whole model's, where ``model`` is part of one: a pattern may be for a parameter that another rank has,
             or for the name that a tied one has there.
         cuts: What tensor and expert parallelism cut of this rank's.
+        kinds: What Muon makes of the whole model's parameters, where ``model`` is part of one with tied weights.
 
     Returns:
         Groups in the order of their first parameter. DTensors and plain tensors never share a group, because fused
@@ -73,7 +75,8 @@ def plan_groups(
     taken: dict[str, tuple[int, ...]] = {}
     if config.name == "muon":
         _require_matches("optimizer.muon.groups", config.muon.groups, list(names))
-        kinds = {name: kind for part in parts for name, kind in matrix_kinds(part, cuts or {}).items()}
+        here = {name: kind for part in parts for name, kind in matrix_kinds(part, cuts or {}).items()}
+        kinds = {**(kinds or {}), **here}  # a copy is updated as the others are, on other ranks
         taken = {name: kinds[name].shape for name in muon_names(kinds, config.muon, names)}
         if whole:  # a stage need not have what a pattern is for
             check_parts(config.muon, taken, names)

@@ -77,7 +77,7 @@ def muon_names(kinds: Mapping[str, MatrixKind], config: MuonConfig, names: Mappi
     """The parameters that Muon takes, in the model's order.
 
     Args:
-        kinds: From `matrix_kinds`, of all parameters that are here.
+        kinds: From `matrix_kinds`, of all parameters that are here, and of those that are elsewhere as far as they are known.
         config: Exceptions by pattern.
         names: Each name to all names of that parameter.
 

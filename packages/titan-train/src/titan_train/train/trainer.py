@@ -16,8 +16,10 @@ from titan_train.config.ramp import BatchRamp
 from titan_train.data import DataLoader
 from titan_train.data.loader.iterated import Loader
 from titan_train.inputs import GivenInputs
+from titan_train.models import build_model
 from titan_train.observe import ValidationRecord, add_run_info
 from titan_train.optim import build_optimizer, build_scheduler
+from titan_train.optim.matrices import MatrixKind, matrix_kinds
 from titan_train.optim.spikes import Spikes
 from titan_train.parallel.apply import build_parallel_model
 from titan_train.parallel.describe import describe_layout, describe_options
@@ -160,6 +162,7 @@ class Trainer(TrainingLoop):
             names=self.model.names,
             make=make,
             cuts=self.model.cuts,
+            kinds=self._whole_kinds(),
             group=holders,
             device=self.device,
         )
@@ -239,6 +242,13 @@ class Trainer(TrainingLoop):
             self.log.message(line, level=level)
         for line in describe_options(config, self.model):
             self.message(line)
+
+    def _whole_kinds(self) -> dict[str, MatrixKind] | None:
+        """What Muon makes of the whole model's parameters, if a stage may know one name of several; None otherwise."""
+        tied = any(len(every) > 1 for every in self.model.names.values())
+        if self.model.pipeline is None or self.config.optimizer.name != "muon" or not tied:
+            return None
+        return matrix_kinds(build_model(self.config.model, vocab_size=self._inputs.vocab_size), {})
 
     def _make_qk_clip(self, world_size: int) -> QKClip | None:
         threshold, mesh = self.config.qk_clip.threshold, self.mesh
