@@ -9,6 +9,7 @@ from titan_testing.contexts import fake_contexts
 from titan_train.config.ramp import BatchRamp
 from titan_train.data import DataLoader
 from titan_train.data.loader import transfer
+from titan_train.data.loader.data_loader import check_position
 
 
 def _samples(dataset, loaders, steps):
@@ -206,6 +207,17 @@ def test_a_stream_may_be_added_if_other_data_is_allowed(dataset):
         loader.load_state_dict(saved)
     loader.load_state_dict(saved, allow_data_change=True)
     assert (loader.samples_consumed, loaded) == (8, [{}])
+
+
+def test_a_run_of_an_iterable_goes_on_with_numbered_samples_if_other_data_is_allowed(dataset, caplog):
+    loader = DataLoader(dataset, global_batch=4, prefetch=0)
+    with pytest.raises(ValueError, match=r"read 40 samples of an iterable .* checkpoint\.allow_data_change"):
+        loader.load_state_dict({"iterated_samples": 40})
+    with pytest.raises(ValueError, match="allow_data_change"):
+        check_position({"iterated_samples": 40}, dataset)
+    loader.load_state_dict({"iterated_samples": 40}, allow_data_change=True)
+    assert loader.samples_consumed == 40
+    assert "of an iterable" in caplog.text
 
 
 @pytest.mark.parametrize(

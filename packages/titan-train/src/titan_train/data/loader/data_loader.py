@@ -151,7 +151,7 @@ class DataLoader:
             **_identity(self.dataset),
         } | ({"streams": streams} if (streams := self.dataset.stream_states(self._samples)) else {})
 
-    def load_state_dict(self, state: dict[str, Any], allow_data_change: bool = False) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], allow_data_change: bool = False) -> None:
         """Continue after the samples that ``state`` counts; the number of ranks and the batch size may differ.
 
         Args:
@@ -162,6 +162,8 @@ class DataLoader:
         Raises:
             ValueError: If the state is of other data, naming the field and both values.
         """
+        if ITERATED in state:
+            state = _as_numbered(state, self.state_dict(), allow_data_change=allow_data_change)
         samples = _check_state(state, self.state_dict(), allow_data_change=allow_data_change)
         self.close()  # its thread reads the streams
         streams: dict[str, Any] = state.get("streams") or {}
@@ -293,6 +295,28 @@ def _check_sizes(global_batch: int, dp_rank: int, dp_size: int, microbatch: int)
         )
 
 
+ITERATED = "iterated_samples"
+"""The count of samples in the state of `titan_train.data.IteratedBatches`."""
+
+
+def _as_numbered(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_data_change: bool) -> Mapping[str, Any]:
+    """The state of batches that a program gave in order, as one of numbered samples.
+
+    Raises:
+        ValueError: That change is not allowed.
+    """
+    change = (
+        f"the run had read {saved[ITERATED]} samples of an iterable when it was saved, and its samples are numbered now"
+    )
+    if not allow_data_change:
+        raise ValueError(
+            f"{change}: others would come. Pass the data that the run began with, or allow it, to go on behind as many samples: "
+            "checkpoint.allow_data_change=true (allow_data_change=True of a data loader)."
+        )
+    _logger.warning("%s; continuing after as many samples as asked", change)
+    return {**current, "samples": saved[ITERATED], "streams": {}}
+
+
 _COMPARED = {
     "seed": "run.seed, which draws the order of samples",
     "seq_len": "the length of a sample",
@@ -307,7 +331,10 @@ def check_position(saved: Mapping[str, Any], dataset: BatchSource) -> None:
     Raises:
         ValueError: A field differs, naming it and both values; or the position is not one of a data loader.
     """
-    _check_state(saved, {"version": _STATE_VERSION, "samples": 0, **_identity(dataset)}, allow_data_change=False)
+    current = {"version": _STATE_VERSION, "samples": 0, **_identity(dataset)}
+    if ITERATED in saved:
+        saved = _as_numbered(saved, current, allow_data_change=False)
+    _check_state(saved, current, allow_data_change=False)
 
 
 def _identity(dataset: BatchSource) -> dict[str, Any]:

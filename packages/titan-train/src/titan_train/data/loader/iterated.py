@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from titan_train.config.ramp import BatchRamp
 from titan_train.data.loader.batch import Batch, row_boundaries
-from titan_train.data.loader.data_loader import DataLoader
+from titan_train.data.loader.data_loader import ITERATED, DataLoader
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_POSITION = "iterated_samples"
 _PLACE = "iterable_of"
 _END = object()
 _KEYS = {"input_ids", "labels", "attention_mask", "position_ids"}
@@ -124,7 +123,7 @@ class IteratedBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Samples taken, and the iterable's own state if it has one."""
-        state: dict[str, Any] = {_POSITION: self._samples}
+        state: dict[str, Any] = {ITERATED: self._samples}
         saves = getattr(self._given, "state_dict", None)
         return state | ({} if saves is None else {"iterable": saves(), _PLACE: [*self.place]})
 
@@ -135,7 +134,7 @@ class IteratedBatches:
         Raises:
             ValueError: The run had numbered samples before, or the iterable's own state is that of another rank.
         """
-        if _POSITION not in state:
+        if ITERATED not in state:
             if allow_data_change:
                 return
             raise ValueError(
@@ -153,7 +152,7 @@ class IteratedBatches:
                     "anew and drop as many microbatches as were taken."
                 )
             loads = False
-        position = int(state[_POSITION])
+        position = int(state[ITERATED])
         if loads:
             cast("Any", self._given).load_state_dict(state["iterable"])
             self._taken = position
