@@ -66,7 +66,8 @@ class ParallelConfig:
     """Keep parameters, gradients and optimizer state in host memory (fsdp and hsdp)."""
 
     compress: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    """Compress the reduction of gradients: bf16 in any mode; fp16 and powersgd in ddp mode."""
+    """Compress the reduction of float32 gradients (reduce_dtype is "fp32"): bf16 in any mode, in ddp mode fp16 and powersgd as
+    well. In ddp mode train.dtype must be "fp32"."""
 
     reduce_scatter_group: Literal["shared", "own"] = "shared"
     """own: reduce-scatters run beside all-gathers in backward, in a communicator of their own (fsdp, hsdp; torch 2.15)."""

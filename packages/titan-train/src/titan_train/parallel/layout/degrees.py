@@ -81,11 +81,7 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
         mode = "hsdp" if spec.dp_shard * spec.cp > 1 else "ddp"
     else:
         mode = "fsdp"
-    if parallel.compress in ("fp16", "powersgd") and mode != "ddp":
-        raise ValueError(
-            f"parallel.compress={parallel.compress!r} works in mode 'ddp' only, and this run is {mode!r}. "
-            "Use 'bf16', or mode='ddp'."
-        )
+    _check_compression(parallel, mode, dtype)
     if parallel.offload != "none" and mode == "ddp":
         raise ValueError(
             f"parallel.offload={parallel.offload!r} needs sharded parameters: use mode 'fsdp' or 'hsdp', or 'none'."
@@ -105,6 +101,28 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
     if parallel.accumulate == "hsdp-ar" and mode != "hsdp":
         raise ValueError(f"parallel.accumulate='hsdp-ar' needs mode 'hsdp', and this run is {mode!r}. Use 'unsharded'.")
     return mode
+
+
+def _check_compression(parallel: ParallelConfig, mode: Mode, dtype: str) -> None:
+    if parallel.compress in ("fp16", "powersgd") and mode != "ddp":
+        raise ValueError(
+            f"parallel.compress={parallel.compress!r} works in mode 'ddp' only, and this run is {mode!r}. "
+            "Use 'bf16', or mode='ddp'."
+        )
+    if parallel.compress == "none" or mode == "none":
+        return
+    if mode == "ddp" and (dtype != "fp32" or parallel.reduce_dtype != "fp32" or parallel.keep_fp32):
+        raise ValueError(
+            f"parallel.compress={parallel.compress!r} in mode 'ddp' is of float32 gradients of a float32 model, and this run has "
+            f"train.dtype={dtype!r}, parallel.reduce_dtype={parallel.reduce_dtype!r} and parallel.keep_fp32="
+            f"{list(parallel.keep_fp32)}. Set both to 'fp32' and leave keep_fp32 out, or take compress='none' with "
+            "reduce_dtype='bf16'."
+        )
+    if parallel.reduce_dtype != "fp32":
+        raise ValueError(
+            f"parallel.compress={parallel.compress!r} rounds float32 gradients on their way alone, and parallel.reduce_dtype="
+            f"{parallel.reduce_dtype!r} has none. Set reduce_dtype='fp32', or compress='none'."
+        )
 
 
 def wrapped_over(layout: Layout, mode: Mode) -> dict[str, int]:
