@@ -39,6 +39,19 @@ class Dropping(nn.Module):
         return self.unembed(x)
 
 
+class Ending(nn.Module):
+    """Drops out what its feed-forward returns, inside of it."""
+
+    def __init__(self, vocab_size, width=32, rate=0.25):
+        super().__init__()
+        self.words, self.unembed = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
+        self.mlp = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width, bias=False), nn.Dropout(rate))
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        return self.unembed(x + self.mlp(x))
+
+
 class Attending(nn.Module):
     """Has an attention that context parallelism can replace."""
 

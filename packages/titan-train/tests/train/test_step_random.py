@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -131,6 +132,31 @@ def test_a_run_says_that_dropout_is_active(folder, caplog):
     said = [record.message for record in caplog.records if "dropout" in record.message]
     assert len(said) == 1
     assert said[0].startswith("dropout is active: embedded=0.25 (1x), added=0.25 (2x).")
+
+
+ENDING = {"words": "embedding", "mlp.0": "colwise", "mlp.2": "rowwise", "unembed": "head"}
+REGION = {"mlp": "region"} | ENDING
+
+
+@pytest.mark.parametrize(
+    ("table", "whole", "rate", "refused"),
+    [
+        (REGION, False, 0.25, True),
+        (REGION, False, 0.0, False),
+        (REGION, True, 0.25, False),
+        (ENDING, False, 0.25, False),
+    ],
+)
+def test_dropout_of_the_summands_of_ranks_that_draw_for_themselves_is_refused(folder, table, whole, rate, refused):
+    parallel = {"tp": 2, "tp_plan": table, "sequence_parallel": not whole}
+    config = dropping(folder, "ending", "Ending", args={"rate": rate}, parallel=parallel)
+    plan, model = plan_run(config, 2), build_model(config.model, vocab_size=259)
+    with (
+        pytest.raises(ValueError, match="the module 'mlp' of style 'region' ends in a dropout")
+        if refused
+        else nullcontext()
+    ):
+        check_model(config, plan.layout, plan.batch, model)
 
 
 def test_layers_that_are_skipped_by_chance_are_refused_on_several_ranks(folder):

@@ -26,7 +26,7 @@ from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
 from titan_train.parallel.qk_clip import check_qk_clip
 from titan_train.parallel.stages import check_stages
-from titan_train.parallel.tensor.checks import check_tensor_parallel
+from titan_train.parallel.tensor.checks import check_dropout, check_tensor_parallel
 from titan_train.parallel.tensor.float8_linears import check_gather
 from titan_train.parallel.tensor.styles import merge_tables, style_of, table_for
 from titan_train.parallel.tied import meaning_all_copies
@@ -80,15 +80,18 @@ def check_model(
         _try_own_forward(config, model, vocab_size, own_loss=own_loss)
     _probe(config, layout, model, task)
     if spec.tp > 1:
+        table = merge_tables(model, table_for(model), parallel.tp_plan)
         check_tensor_parallel(
             model,
             spec.tp,
-            table=merge_tables(model, table_for(model), parallel.tp_plan),
+            table=table,
             seq_len_local=(batch.microbatch if config.context.dynamic else 1) * config.model.seq_len // spec.cp,
             sequence_parallel=parallel.sequence_parallel,
             replicate_kv=parallel.replicate_kv,
             async_tp=parallel.async_tp,
         )
+        if ":" in config.model.name and "cu_seqlens" in task.keywords and parallel.sequence_parallel:
+            check_dropout(model, table, config.model.seq_len)
     if config.qk_clip.threshold:
         check_qk_clip(
             model, compiled=config.compile.enabled or config.compile.cudagraphs, replicate_kv=parallel.replicate_kv

@@ -1,9 +1,14 @@
 """Whether tensor parallelism fits a model: asked before any rank starts."""
 
-from torch import nn
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.tensor.plan import plan_tensor_parallel
+from titan_train.parallel.tensor.styles import style_of
 
 ASYNC_WITHOUT_SEQUENCE_PARALLEL = (
     "asynchronous tensor parallelism over tp={tp} ranks overlaps the gather and scatter of sequence parallelism, which is "
@@ -47,3 +52,33 @@ def check_tensor_parallel(
         )
     if async_tp and not sequence_parallel:
         raise ValueError(ASYNC_WITHOUT_SEQUENCE_PARALLEL.format(tp=tp))
+
+
+def check_dropout(model: nn.Module, table: StyleTable, seq_len: int) -> None:
+    """Refuse a user's region that returns what a dropout gives, under sequence parallelism: its ranks draw other masks, for
+    summands of the same tokens. A forward on the meta device tells; where that fails, nothing is known.
+    """
+    dropped: list[Tensor] = []
+    regions: list[str] = []
+
+    def look(name: str) -> Any:
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if any(first is other for other in dropped):
+                regions.append(name)
+
+        return after
+
+    with ExitStack() as hooks, suppress(Exception), torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout) and module.p > 0:
+                hooks.enter_context(module.register_forward_hook(lambda _module, _args, output: dropped.append(output)))
+            elif style_of(name, table) == "region":
+                hooks.enter_context(module.register_forward_hook(look(name)))
+        model(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
+    if regions:
+        raise ValueError(
+            f"parallel.sequence_parallel=true: the module {regions[0]!r} of style 'region' ends in a dropout, and each rank draws "
+            "another mask for its summand of the same tokens. Set sequence_parallel=false, apply the dropout outside of the "
+            "region, or style the module's linears 'colwise' and 'rowwise' without 'region'."
+        )
