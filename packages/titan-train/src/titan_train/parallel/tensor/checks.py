@@ -78,7 +78,7 @@ def check_dropout(model: nn.Module, table: StyleTable, seq_len: int) -> None:
         model(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
     if regions:
         raise ValueError(
-            f"parallel.sequence_parallel=true: the module {regions[0]!r} of style 'region' ends in a dropout, and each rank draws "
-            "another mask for its summand of the same tokens. Set sequence_parallel=false, apply the dropout outside of the "
+            f"parallel.sequence_parallel=true: the module {regions[0]!r} of style 'region' ends in a dropout, and ranks draw "
+            "other masks for their summands of the same tokens. Set sequence_parallel=false, apply the dropout outside of the "
             "region, or style the module's linears 'colwise' and 'rowwise' without 'region'."
         )
