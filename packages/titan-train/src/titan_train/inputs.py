@@ -69,6 +69,27 @@ class Inputs:
         """None: `titan_train.tasks.text` samples."""
 
 
+def check_same_inputs(inputs: Inputs) -> None:
+    """Refuse ranks that read other tokens: what machines prepared on their own may differ. Collective.
+
+    Raises:
+        ValueError: On every rank, naming those that differ from rank 0.
+    """
+    from titan_train.exchange import gather_values
+
+    held_out = "" if inputs.validation is None else inputs.validation.fingerprint
+    every = gather_values([inputs.train.tokenizer, inputs.train.fingerprint, held_out])
+    for number, what in enumerate(("tokenizer", "tokens", "held-out tokens")):
+        found = [own[number] for own in every]
+        if unlike := [rank for rank, value in enumerate(found) if value != found[0]]:
+            ranks = f"rank {unlike[0]}" if len(unlike) == 1 else f"{len(unlike)} ranks ({unlike[0]} to {unlike[-1]})"
+            raise ValueError(
+                f"the {what} of {ranks} of {len(found)} are not those of rank 0: {found[unlike[0]][:16]!r} and {found[0][:16]!r} "
+                "(fingerprints). Their machines prepared other text, or their caches differ. Give every machine the same files, "
+                'or one data.cache_dir that all share; kind="stdlib" reads the library of each machine\'s own Python.'
+            )
+
+
 class GivenInputs(TaskInputs):
     """The inputs of a run whose batches a program gives. The tokenizer of text is still the configuration's."""
 

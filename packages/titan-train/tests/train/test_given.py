@@ -258,6 +258,26 @@ def test_numbered_samples_of_a_program_are_read_as_the_configurations_own(tmp_pa
     assert fit(own).losses == fit(config(tmp_path, "given"), data=open_inputs(own).train).losses
 
 
+def on_machines_with_other_text(folder):
+    rank = torch.distributed.get_rank()
+    mine = folder / f"machine-{rank}"
+    mine.mkdir()
+    write_text(mine)
+    if rank:
+        (mine / "text.txt").write_text("other text " * 200)
+    settings = config(mine, "run", parallel={"dp_shard": 2})
+    prepare_inputs(settings, quiet=True)
+    with pytest.raises(ValueError, match="fingerprints") as caught:
+        Trainer(settings)
+    return str(caught.value)
+
+
+def test_ranks_whose_machines_prepared_other_text_are_refused_alike(tmp_path):
+    first, second = run_ranks(on_machines_with_other_text, 2, tmp_path)
+    assert first == second
+    assert first.startswith("the tokens of rank 1 of 2 are not those of rank 0")
+
+
 REFUSED = {
     "no iterable": ({"data": 5}, {}, "data is int, which gives no batches"),
     "validation alone": ({"validation_data": []}, {}, "validation_data was given without data"),

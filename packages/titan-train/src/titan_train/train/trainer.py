@@ -15,7 +15,7 @@ from titan_train.config import Config
 from titan_train.config.ramp import BatchRamp
 from titan_train.data import DataLoader
 from titan_train.data.loader.iterated import Loader
-from titan_train.inputs import GivenInputs
+from titan_train.inputs import GivenInputs, Inputs, check_same_inputs
 from titan_train.models import build_model
 from titan_train.observe import ValidationRecord, add_run_info
 from titan_train.optim import build_optimizer, build_scheduler
@@ -140,6 +140,8 @@ class Trainer(TrainingLoop):
         )
         if self._data is None:
             self._inputs: TaskInputs = self.task.open(_in_folder(config, self.run_dir))
+            if world_size > 1 and isinstance(self._inputs, Inputs):
+                check_same_inputs(self._inputs)
         else:
             self._inputs = GivenInputs(config, self.task, self._data, self._validation_data)
         self.model = build_parallel_model(
