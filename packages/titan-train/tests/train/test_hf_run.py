@@ -68,8 +68,8 @@ def test_a_run_goes_on_and_is_exported_without_the_folder(kind: str, adapters: d
 
 
 def test_a_changed_config_json_is_refused(tmp_path: Path) -> None:
-    from titan_train.config import parse_config
-    from titan_train.run_folder import keep_model, with_kept_model
+    from titan_train.config import dump_config, parse_config
+    from titan_train.run_folder import keep_model, read_config, with_kept_model
 
     source = hf_runs.publish(tmp_path, "llama")
     config = parse_config({"model": {"name": f"hf:{source}"}})
@@ -82,3 +82,5 @@ def test_a_changed_config_json_is_refused(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("500000.0", "10000.0"))
     with pytest.raises(ValueError, match="is not what this run was started with"):
         with_kept_model(config, run_dir)
+    (run_dir / "config.toml").write_text(dump_config(config))  # what only reads a run takes its copy
+    assert read_config(run_dir).model.name == f"hf:{run_dir / 'model'}"

@@ -31,7 +31,7 @@ def run_folder(config: Config) -> Path:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The resolved configuration that a run was started with.
+    """The resolved configuration that a run was started with; its model is that of the run folder's own copy of ``config.json``.
 
     Raises:
         ValueError: ``run_dir`` is not a run's folder.
@@ -44,7 +44,7 @@ def read_config(run_dir: Path) -> Config:
     tree = read_toml(file)
     if isinstance(launch := tree.get("launch"), dict) and launch.get("launcher") == "torchrun":  # of version 0.1
         launch["launcher"] = "machines"
-    return with_kept_model(parse_config(tree, source=str(file)), run_dir)
+    return _with_kept_model(parse_config(tree, source=str(file)), run_dir)
 
 
 def with_kept_model(config: Config, run_dir: Path) -> Config:
@@ -53,16 +53,24 @@ def with_kept_model(config: Config, run_dir: Path) -> Config:
     Raises:
         ValueError: The folder's file has changed since the run was started.
     """
-    name = config.model.name
-    kept = run_dir / _MODEL / "config.json"
-    if not name.startswith(_HF) or not kept.is_file() or newest_checkpoint(run_dir) is None:
+    found = _with_kept_model(config, run_dir)
+    if found is config:
         return config
+    name, kept = config.model.name, run_dir / _MODEL / "config.json"
     file = local_path(name) / "config.json"
     if file.is_file() and read_bytes(file) != read_bytes(kept):
         raise ValueError(
             f"model.name={name!r}: {file} is not what this run was started with ({kept}). Bring the file back, or choose "
             "another run.name."
         )
+    return found
+
+
+def _with_kept_model(config: Config, run_dir: Path) -> Config:
+    """The same, whatever the folder's file is now: the weights of the run's checkpoints are of its own copy."""
+    kept = run_dir / _MODEL / "config.json"
+    if not config.model.name.startswith(_HF) or not kept.is_file() or newest_checkpoint(run_dir) is None:
+        return config
     return replace(config, model=replace(config.model, name=f"{_HF}{kept.parent}"))
 
 
