@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,12 @@ from titan_train.config import Config
 from titan_train.generation.text import LoadedRun
 from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
+from titan_train.models.arguments import model_args
+from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.optim.average import restore_averaged
 from titan_train.run_folder import checkpoint_folders, read_config
 from titan_train.task import load_task, task_name
+from titan_train.tokenizers import Tokenizer
 from titan_train.trust import admit_run_code
 
 log = logging.getLogger(__name__)
@@ -53,8 +57,7 @@ def load_run(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, template = load_saved_tokenizer(run_dir, config)
     built_on = device if group is None else "meta"
-    # other tasks have tokens beside those of text
-    vocab_size = tokenizer.vocab_size if task_name(config) == "text" else load_task(config).vocab_size(config)
+    vocab_size = _vocab_size(config, tokenizer)
     model = build_model(config.model, vocab_size=vocab_size, device=built_on).requires_grad_(False)
     shards: dict[str, LocalShard] = {}
     if group is not None:
@@ -71,6 +74,16 @@ def load_run(
         state = TrainState(model=model, rng=False, shards=shards)
         found = restore_averaged(checkpointer, state, config, step, ranks)
     return LoadedRun(config, model.eval(), tokenizer, found, template)
+
+
+def _vocab_size(config: Config, tokenizer: Tokenizer) -> int | None:
+    """What sizes the embedding and the head: other tasks have tokens beside those of text."""
+    if task_name(config) == "text":
+        return tokenizer.vocab_size
+    args: Any = None if ":" in config.model.name else model_args(config.model, vocab_size=None)
+    if isinstance(args, EncoderArgs):
+        return args.vocabulary(tokenizer.vocab_size)
+    return load_task(config).vocab_size(config)
 
 
 def load_model(

@@ -1,6 +1,7 @@
 """A vision-language run as a folder of transformers: its processor makes our patches, its model gives our logits."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from titan_train.models.vision_language.args import QWEN3_VL_CONFIGS
 from titan_train.models.vision_language.decoder import Qwen3VL
 from titan_train.tasks.vision.images import fit_grid
 from titan_train.tasks.vision.show import images_shown
+from titan_train.tasks.vision.task import VisionTask
 from titan_train.tokenizers.byte import CHARACTER_OF_BYTE
 from titan_train.train import Trainer
 
@@ -136,3 +138,23 @@ def test_transformers_sees_what_the_run_sees(experts, tmp_path, monkeypatch):
         assert (ours - wanted).abs().max() <= 1e-5 * wanted.abs().max()
         found.append(ours)
     assert (found[0] - found[1]).abs().max() > 1e-2 * found[0].abs().max()
+
+
+def test_a_run_is_loaded_and_checked_without_its_tokenizer_s_file(tmp_path):
+    config = settings(tmp_path)
+    with Trainer(config) as trainer:
+        trainer.save()
+    assert VisionTask().vocab_size(config) == 263
+    shutil.rmtree(tmp_path / "tokenizer")
+    assert len(load_run(tmp_path / "run", device="meta").model.tok_embeddings.weight) == 263
+    assert VisionTask().vocab_size(config) is None
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        VisionTask().check_inputs(config)
+
+
+def test_a_check_trains_no_tokenizer(tmp_path):
+    tokenizer, cache = {"kind": "sentencepiece", "path": "", "vocab_size": 400}, {"cache_dir": str(tmp_path / "cache")}
+    config = settings(tmp_path, tokenizer=tokenizer, data=cache)
+    assert VisionTask().vocab_size(config) == 400
+    VisionTask().check_inputs(config)
+    assert not list(tmp_path.glob("cache/*"))

@@ -80,6 +80,10 @@ class EncoderArgs:
         """Values of one patch: colours, frames, rows and columns."""
         return 3 * self.frames * self.patch**2
 
+    def vocabulary(self, tokens: int) -> int:
+        """Rows of the embedding for so many tokens of a tokenizer, and those that stand for images."""
+        return max(tokens, 1 + max(self.image_token, self.image_start_token, self.image_end_token))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlamaVLArgs(EncoderArgs, LlamaArgs):

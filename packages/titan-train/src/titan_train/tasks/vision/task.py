@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.data import build_tokenizer, cache_folder
 from titan_train.files import read_text, write_atomic
+from titan_train.inputs import vocab_size_without_training
 from titan_train.models.arguments import model_args
 from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
 from titan_train.models.vision_language.args import EncoderArgs
@@ -59,13 +60,14 @@ class VisionTask(Task):
     def check_inputs(self, config: Config) -> None:
         if config.vision.source == "jsonl":
             list_lines(config.vision.paths)
+        if not config.tokenizer.trains_here:
+            build_tokenizer(config.tokenizer, config.data)
         check_writable(cache_folder(config.data), "data.cache_dir")
 
-    def vocab_size(self, config: Config) -> int:
-        """The tokenizer's, and the tokens of images."""
-        args = _args(config)
-        images = max(args.image_token, args.image_start_token, args.image_end_token)
-        return max(build_tokenizer(config.tokenizer, config.data).vocab_size, images + 1)
+    def vocab_size(self, config: Config) -> int | None:
+        """The tokenizer's and the tokens of images; None before its file is there."""
+        args, found = _args(config), vocab_size_without_training(config)
+        return None if found is None else args.vocabulary(found)
 
     def check(self, config: Config, model: nn.Module) -> None:
         """Refuse sequence parallelism, rows without a mask of documents, and image tokens that are tokens of text."""
@@ -135,7 +137,7 @@ class VisionInputs(TaskInputs):
         self._config = config
         self.tokenizer = build_tokenizer(config.tokenizer, config.data)
         self._label_bytes = LabelBytes(self.tokenizer)
-        self.vocab_size = VisionTask().vocab_size(config)
+        self.vocab_size = args.vocabulary(self.tokenizer.vocab_size)
         train, held_out, self._index = _documents(config, args)
         options: dict[str, Any] = {
             "seq_len": config.model.seq_len, "seed": config.run.seed, "threads": vision.threads,
