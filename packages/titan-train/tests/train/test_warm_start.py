@@ -215,6 +215,26 @@ def test_a_run_of_a_folder_with_other_arguments_is_refused_by_name(tmp_path: Pat
     check({}, again)
 
 
+def test_a_head_with_a_bias_takes_new_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sys.path.insert(0, str(PARALLEL))
+    import hf_folders
+    import titan_fsdp as fsdp
+    from titan_train.models import init_for
+    from titan_train.train.warm_start import load_init
+
+    folder = hf_folders.make(tmp_path / "phi", "phi")
+    choice = ModelConfig(
+        name=f"hf:{folder}", init=f"hf:{folder}", seq_len=32, args={"vocab_size": 100}, init_changes=("vocab_size",)
+    )
+    model = build_model(choice, vocab_size=100)
+    fsdp.materialize(model, "cpu", init_for(model), seed=0)
+    load_init(choice.init, [model], whole=model, config=choice, shards={})
+    bias, want = model.get_parameter("lm_head.bias"), load_file(folder / "model.safetensors")["lm_head.bias"]
+    assert bias.shape == (100,)
+    assert torch.equal(bias[:96], want)
+
+
 @pytest.mark.parametrize("kind", ["kimi_linear", "olmo_hybrid"])
 def test_adapters_are_put_on_convolutions_that_files_have_in_parts(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")

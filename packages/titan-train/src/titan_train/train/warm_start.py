@@ -214,9 +214,11 @@ def _vocabulary(config: ModelConfig, whole: nn.Module) -> frozenset[str]:
     first_of = tied_to_first(parameter_names(whole))
     rows = max(module.num_embeddings for module in whole.modules() if isinstance(module, nn.Embedding))
     holders = {
-        f"{name}.weight"
+        f"{name}.{own}"
         for name, module in whole.named_modules()
-        if isinstance(module, nn.Embedding | nn.Linear) and module.weight.shape[0] == rows
+        if isinstance(module, nn.Embedding | nn.Linear)
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.shape[:1] == (rows,)  # weights, and biases of a head
     }
     return frozenset(holders | {first_of.get(name, name) for name in holders})
 
