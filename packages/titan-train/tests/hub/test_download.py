@@ -235,6 +235,13 @@ def test_what_may_run_code_is_never_loaded(name):
         choose_model_files(files("model.safetensors", name), ["weights"], [name])
 
 
+def test_named_chat_templates_belong_to_the_tokenizer():
+    named = files(
+        "tokenizer.json", "additional_chat_templates/tool_use.jinja", "additional_chat_templates/a/b.jinja", "x.jinja"
+    )
+    assert choose_model_files(named, ["tokenizer"], []) == sorted(named[:2], key=lambda file: file.name)
+
+
 def test_weights_only_as_pickles_and_empty_repositories_are_refused():
     with pytest.raises(ValueError, match=r"only as pytorch_model.bin.*--only tokenizer"):
         choose_model_files(files("config.json", "pytorch_model.bin"), ["weights"], [])

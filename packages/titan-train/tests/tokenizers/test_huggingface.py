@@ -127,7 +127,15 @@ def test_the_configuration_loads_it_with_its_template(folder):
 
 def test_the_last_template_of_a_list_is_not_taken_for_the_default(folder):
     both = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    assert HfTokenizer((folder / "tokenizer.json").read_bytes(), {"chat_template": both}).chat_template == "D"
+    both.append({"name": "../out", "template": "O"})  # no name of a file
+    tokenizer = HfTokenizer((folder / "tokenizer.json").read_bytes(), {"chat_template": both, "auto_map": {"A": "b.B"}})
+    assert tokenizer.chat_template == "D"
+    saved = tokenizer.save(folder / "saved")
+    for again in (tokenizer, load_tokenizer(saved), load_tokenizer(load_tokenizer(saved).save(folder / "again"))):
+        assert (again.chat_template, again.more_templates) == ("D", {"tool_use": "T"})
+    assert not {"auto_map", "chat_template"} & json.loads((saved / "tokenizer_config.json").read_text()).keys()
+    transformers = pytest.importorskip("transformers")
+    assert transformers.AutoTokenizer.from_pretrained(saved).chat_template == {"default": "D", "tool_use": "T"}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 A pickle runs code when it is read, so files that may be one are never loaded, and neither is Python code.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -16,6 +17,7 @@ _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken",
 )  # fmt: skip
+_TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 _INDEX = "*.safetensors.index.json"
 _DATA = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".txt")
 _NEVER = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".h5", ".msgpack", ".joblib", ".py", ".so")
@@ -57,6 +59,7 @@ def choose_model_files(files: Sequence[RepoFile], parts: Sequence[Part], include
         if not found and parts == ["tokenizer"]:
             raise ValueError(f"the repository has no tokenizer files: it has {_listing(files)}.")
         wanted += found
+        wanted += [file for file in files if _TEMPLATES.fullmatch(file.name)]
     return check_names([*wanted, *_included(files, include)])
 
 

@@ -13,6 +13,7 @@ the unknown token. `decode(encode(text))` is then not the text; that is a proper
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -28,6 +29,9 @@ from titan_train.tokenizers.protocol import TokenArray, check_ids, save_tokenize
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""A folder of templates beside the usual one, each in ``NAME.jinja``, as transformers reads and writes it."""
+_SAFE = re.compile(r"\w[\w.-]{0,63}")
 _SPACE = "\u2581"
 # Where tokenizer_config.json names none: what published vocabularies call the token that ends a text.
 _USUAL_EOS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
@@ -44,6 +48,7 @@ class HfTokenizer:
         bos_token: Token that begins a document; empty takes the one in ``config``, or the usual name.
         eos_token: Token that ends a document; empty takes the one in ``config``, or the usual name.
         chat_template: The Jinja text; None takes the one in ``config``, if any.
+        more_templates: Further Jinja texts by name, such as ``tool_use``, beside those in ``config``: saved, never used.
         vocab_size: Embeddings of the model. Where only special tokens lie beyond, such as Gemma 3's for images in its models of
             text, they are left out; a text that names one as a special token is then refused.
 
@@ -61,6 +66,7 @@ class HfTokenizer:
         bos_token: str = "",
         eos_token: str = "",
         chat_template: str | None = None,
+        more_templates: Mapping[str, str] | None = None,
         vocab_size: int | None = None,
     ) -> None:
         self.tokenizer_json = tokenizer_json
@@ -96,13 +102,17 @@ class HfTokenizer:
             for key, number in (("bos_token", self.bos_id), ("eos_token", self.eos_id), ("pad_token", self.pad_id))
             if number is not None
         }
-        self.chat_template = chat_template if chat_template is not None else _template(self.config)
+        named = _named_templates(self.config) | dict(more_templates or {})
+        usual = named.pop("default", None)
+        self.chat_template = chat_template if chat_template is not None else usual
+        self.more_templates = {name: text for name, text in named.items() if _SAFE.fullmatch(name)}
+        """Further templates by name. One whose name cannot be a file's is left out."""
         decoder: dict[str, Any] | None = json.loads(tokenizer_json).get("decoder")
         self._decoder = json.dumps(decoder)
         self._word_end = _word_end(decoder)
         self._spaced = decoder is None and _drops_spaces(self._library)
-        named = {"bos": self.bos_id, "eos": self.eos_id} | ({"ids": self.vocab_size} if self.left_out else {})
-        self.fingerprint = hashlib.sha256(b"hf 1\0" + json.dumps(named).encode() + b"\0" + tokenizer_json).hexdigest()
+        decides = {"bos": self.bos_id, "eos": self.eos_id} | ({"ids": self.vocab_size} if self.left_out else {})
+        self.fingerprint = hashlib.sha256(b"hf 1\0" + json.dumps(decides).encode() + b"\0" + tokenizer_json).hexdigest()
 
     @classmethod
     def from_folder(
@@ -130,9 +140,13 @@ class HfTokenizer:
         config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
         template = folder / TEMPLATE_NAME
         text = read_text(template) if template.is_file() else None
+        more = {
+            file.stem: read_text(file) for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja")) if file.is_file()
+        }
         try:
             made = cls(
                 read_bytes(file), config, bos_token=bos_token, eos_token=eos_token, chat_template=text,
+                more_templates=more,
                 vocab_size=_embeddings(folder) if vocab_size is None else vocab_size,
             )  # fmt: skip
         except ValueError as err:
@@ -216,10 +230,11 @@ class HfTokenizer:
         return name.replace(_SPACE, " ").encode()
 
     def save(self, folder: str | Path) -> Path:
-        config = {key: value for key, value in self.config.items() if key != "chat_template"}
+        config = {key: value for key, value in self.config.items() if key not in ("chat_template", "auto_map")}
         files = {TOKENIZER_JSON: self.tokenizer_json, TOKENIZER_CONFIG: json.dumps(config, indent=2).encode()}
         if self.chat_template is not None:
             files[TEMPLATE_NAME] = self.chat_template.encode()
+        files |= {f"{MORE_TEMPLATES}/{name}.jinja": text.encode() for name, text in self.more_templates.items()}
         description = {"kind": self.kind, "vocab_size": self.vocab_size, "fingerprint": self.fingerprint}
         return save_tokenizer(folder, description, files)
 
@@ -314,11 +329,10 @@ def _drops_spaces(library: _Library) -> bool:
     return cut is not None and "".join(piece for piece, _ in cut.pre_tokenize_str("a b")) == "ab"
 
 
-def _template(config: Mapping[str, Any]) -> str | None:
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {
-            str(one.get("name")): one.get("template") for one in cast("list[Any]", template) if isinstance(one, dict)
-        }
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _named_templates(config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates of ``tokenizer_config.json`` by name; one without is ``default``."""
+    found = config.get("chat_template")
+    if not isinstance(found, list):
+        return {"default": found} if isinstance(found, str) else {}
+    listed = [cast("dict[str, Any]", one) for one in cast("list[Any]", found) if isinstance(one, dict)]
+    return {str(one.get("name")): text for one in listed if isinstance(text := one.get("template"), str)}
