@@ -15,6 +15,7 @@ from titan_train.eval.model import EvalModel, eval_model_of, load_eval_model
 from titan_train.eval.perplexity import perplexity, rolling_windows, score
 from titan_train.eval.ranks import Ranks
 from titan_train.export.run import export_run
+from titan_train.export.tokenizer_json import folder_text
 from titan_train.generation import load_run
 
 TEXTS = ["def f0(x):\n    return x + 3\n", "", "something that was never trained on: ü", "x" * 200]
@@ -124,6 +125,24 @@ def test_an_export_with_a_published_tokenizer_reads_as_many_tokens_at_once_as_th
         '{"max_positions": null, "seq_len": 48}'
     )  # as onnx and aoti have it
     assert load_eval_model(tmp_path / "second").max_length == 48
+
+
+@pytest.mark.parametrize("eos", [{"__type": "AddedToken", "content": "<eos>"}, None, "missing", "no file"])
+def test_the_token_that_ends_a_text_is_found_however_a_published_folder_writes_it(
+    eos: object, folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    export_run(trained(folder, "gpt_debug", steps=0), tmp_path / "out", gate=False)
+    file = tmp_path / "out" / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"eos_token": eos}
+    if eos == "missing":
+        del config["eos_token"]
+    file.write_text(json.dumps(config))
+    if eos == "no file":
+        file.unlink()
+    model = load_eval_model(tmp_path / "out")
+    assert (model.eos_id, model.prefix_id) == (257, 256)
+    assert folder_text(tmp_path / "out", [*b"ab", 257, *b"c"]) == "ab"
 
 
 TASK = """

@@ -87,6 +87,38 @@ def test_gguf_of_a_published_folder_fills_in_what_its_file_leaves_out(folder: Pa
         export_run(run_dir, tmp_path / f"{base.name}-gguf", to=["gguf"], dtype="fp32")
 
 
+def test_gguf_leaves_out_modules_for_tokens_further_ahead(folder: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    run_dir = trained(folder, "llama3_debug", steps=0, mtp_depth=1)
+    checks = export_run(run_dir, tmp_path / "model", to=["gguf"], dtype="fp32")["gguf"]
+    assert all(check.passed for check in checks)
+    names = [tensor.name for tensor in gguf.GGUFReader(tmp_path / "model" / "model.gguf").tensors]
+    assert max(int(name.split(".")[1]) for name in names if name.startswith("blk.")) == 1
+
+
+def test_gguf_orders_biases_of_queries_and_keys_as_their_rows(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+    import hf_folders
+
+    base = hf_folders.make(tmp_path / "base", "llama", vocab_size=264, attention_bias=True)
+    run_dir = trained(folder, f"hf:{base}", run="biases", steps=0, model={"init": f"hf:{base}"})
+    checks = export_run(run_dir, tmp_path / "model", to=["gguf"], dtype="fp32")["gguf"]
+    assert checks[2].measured == "3 of 3 prompts equal"
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "llama", "hidden_act": "gelu"}, {"model_type": "gpt2", "activation_function": "relu"}]
+)
+def test_gguf_refuses_an_activation_that_llama_cpp_does_not_compute(config: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"llama\.cpp computes (llama with silu|gpt2 with gelu_new), and this model has"
+    ):
+        check_gguf(config)
+    check_gguf({"model_type": config["model_type"]})
+
+
 def test_a_tokenizer_that_llama_cpp_lacks_is_refused_before_the_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,12 @@ import io
 import itertools
 import sysconfig
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import sentencepiece
 from titan_train.export.gate import HARD_TEXTS
+from titan_train.export.gguf.tokenizer import write_tokenizer
 from titan_train.export.hf_folder import write_tokenizer_files
 from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
 from titan_train.tokenizers import (
@@ -79,6 +81,21 @@ def test_ids_are_equal_on_hard_texts_and_on_source_code(tokenizer: Tokenizer) ->
     assert written.get_vocab_size() == tokenizer.vocab_size
     for key, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
         assert token_id is None or written.token_to_id(special_tokens(tokenizer)[key]) == token_id
+
+
+def test_a_text_begins_as_documents_of_the_run_do(tokenizer: Tokenizer) -> None:
+    written = hf.Tokenizer.from_str(tokenizer_json(tokenizer, add_bos=True))
+    ids = tokenizer.encode("a b").tolist()
+    assert written.encode("a b", add_special_tokens=False).ids == ids
+    assert written.encode("a b").ids == ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
+
+
+def test_llama_cpp_begins_a_text_as_documents_of_the_run_do() -> None:
+    pytest.importorskip("gguf")
+    for add_bos in (False, True):
+        writer = MagicMock()
+        write_tokenizer(writer, ByteTokenizer(), rows=259, add_bos=add_bos)
+        writer.add_add_bos_token.assert_called_once_with(add_bos)
 
 
 HARDER = [

@@ -15,6 +15,7 @@ from titan_train.export.tokenizer_json import folder_ids, folder_text
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, generate, load_run
 from titan_train.models.traits import traits_of
+from titan_train.tokenizers import HfTokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +106,14 @@ def eval_model_of(run: LoadedRun, name: str, *, max_length: int | None = None) -
 def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalModel:
     with using(folder):
         ids = folder_ids(folder)
-        config_file = folder / "tokenizer_config.json"
-        if ids("a") is None or not config_file.is_file():
+        if ids("a") is None:
             raise ValueError(
                 f"{folder} has no tokenizer.json that can be read: install titan-train[hf], or evaluate the run."
             )
-        config: dict[str, Any] = json.loads(read_text(config_file))
+        tokenizer = HfTokenizer.from_folder(folder)
         exported = load_exported(folder, trust_code=trust_code)
-        eos = _token_id(folder, config["eos_token"])
-        bos = _token_id(folder, config["bos_token"]) if config.get("bos_token") else eos
-        length = max_length or _read_at_once(folder, config)
+        eos = tokenizer.eos_id
+        length = max_length or _read_at_once(folder, tokenizer.config)
 
     def logits(tokens: Tensor) -> Tensor:
         with using(folder):
@@ -133,7 +132,7 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
         encode=lambda text: ids(text) or [],
         decode=lambda tokens: folder_text(folder, tokens),
         greedy=greedy,
-        prefix_id=bos,
+        prefix_id=eos if tokenizer.bos_id is None else tokenizer.bos_id,
         eos_id=eos,
         max_length=length,
     )
@@ -158,9 +157,3 @@ def _read_at_once(folder: Path, tokenizer: Mapping[str, Any]) -> int:
     if not lengths:
         raise ValueError(f"{folder} does not say how many tokens its model reads at once. Set --max-length.")
     return min(lengths)
-
-
-def _token_id(folder: Path, name: str | dict[str, Any]) -> int:
-    text = name["content"] if isinstance(name, dict) else name
-    written = json.loads(read_text(folder / "tokenizer.json"))
-    return next(entry["id"] for entry in written["added_tokens"] if entry["content"] == text)

@@ -25,6 +25,7 @@ from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
 from titan_train.files import write_atomic
 from titan_train.generation import LoadedRun
 from titan_train.models.family import Family
+from titan_train.models.hf.folder import PREFIX, read_published
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.tasks.vision.processor import processor_files
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
@@ -70,7 +71,9 @@ def write_hf(
     if group is not None and group.rank() > 0:
         return
     write_json(folder / "generation_config.json", generation_config(run))
-    write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template)
+    write_tokenizer_files(
+        folder, run.tokenizer, run.config.model.seq_len, run.template, add_bos=run.config.data.add_bos
+    )
     if isinstance(args, EncoderArgs):
         for name, content in processor_files(run.tokenizer, args, run.config.vision).items():
             write_json(folder / name, content)
@@ -83,7 +86,7 @@ def hf_config(run: LoadedRun, family: Family, dtype: ExportDtype) -> dict[str, A
     scaling = config.get("rope_scaling") or {}
     stretched = int(scaling.get("original_max_position_embeddings", 0) * scaling.get("factor", 1))
     if "n_positions" not in config and "max_position_embeddings" not in config:
-        config["max_position_embeddings"] = max(run.config.model.seq_len, stretched)
+        config["max_position_embeddings"] = max(run.config.model.seq_len, stretched, _published_length(run))
     if dtype == "float8":
         config["quantization_config"] = float8_config(run.model, family)
     # two spellings each: transformers 4 reads the second
@@ -93,6 +96,18 @@ def hf_config(run: LoadedRun, family: Family, dtype: ExportDtype) -> dict[str, A
         "use_cache": True,
         **_token_ids(run.tokenizer),
     }
+
+
+def _published_length(run: LoadedRun) -> int:
+    """The positions of the folder that the weights came from; 0 where there is none, or it is gone."""
+    init = run.config.model.init
+    if not init.startswith(PREFIX):
+        return 0
+    try:
+        found = read_published(init, key="model.init").get("max_position_embeddings")
+    except ValueError:
+        return 0
+    return found if isinstance(found, int) else 0
 
 
 def generation_config(run: LoadedRun) -> dict[str, Any]:
@@ -112,15 +127,18 @@ def _token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def write_tokenizer_files(
-    folder: Path, tokenizer: Tokenizer, seq_len: int, template: ChatTemplate | None = None
+    folder: Path, tokenizer: Tokenizer, seq_len: int, template: ChatTemplate | None = None, *, add_bos: bool = False
 ) -> None:
-    """Write the tokenizer into a folder, as ``tokenizer.json`` if it can be, with its chat template."""
+    """Write the tokenizer into a folder, as ``tokenizer.json`` if it can be, with its chat template.
+
+    ``add_bos`` makes the library begin a text with the beginning-of-text token; a published file says that itself.
+    """
     if template is not None:
         write_atomic(folder / TEMPLATE_NAME, template.source)
     if isinstance(tokenizer, HfTokenizer):
         tokenizer.save(folder)  # the files that it came from
         return
-    text = tokenizer_json(tokenizer)
+    text = tokenizer_json(tokenizer, add_bos=add_bos)
     if text is None:
         _logger.warning(
             "the %s tokenizer cannot be written as tokenizer.json; its own files are exported", tokenizer.kind

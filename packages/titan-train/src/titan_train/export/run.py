@@ -232,7 +232,7 @@ def _write_hf(folder: Path, job: Job, group: dist.ProcessGroup | None = None) ->
 
 
 def _write(target: Target, folder: Path, job: Job) -> None:
-    run = job.run
+    run, add_bos = job.run, job.run.config.data.add_bos
     if target == "hf":
         _write_hf(folder, job)
         if job.adapted is not None:
@@ -242,7 +242,8 @@ def _write(target: Target, folder: Path, job: Job) -> None:
         source = folder.with_name(f".{folder.name}.hf")
         try:
             _write_hf(source, job)
-            write_gguf(folder, source, run.tokenizer, name=job.name, dtype=cast("GgufType", job.dtype))
+            kind = cast("GgufType", job.dtype)
+            write_gguf(folder, source, run.tokenizer, name=job.name, dtype=kind, add_bos=add_bos)
         finally:
             shutil.rmtree(source, ignore_errors=True)
     elif target == "onnx":
@@ -261,7 +262,7 @@ def _write(target: Target, folder: Path, job: Job) -> None:
         from titan_train.export.dcp_folder import write_dcp
 
         write_dcp(folder, job.step, dtype=DTYPES[job.stored])
-    write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template)
+    write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template, add_bos=add_bos)
 
 
 def _prove(target: Target, folder: Path, job: Job, reference: Reference, *, streamed: bool) -> list[Check]:

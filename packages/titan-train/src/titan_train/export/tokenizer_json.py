@@ -10,7 +10,6 @@ Known differences: a special token's name inside a text is ordinary text here, a
 text is three bytes here, and a space there (SentencePiece).
 """
 
-import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_train.files import read_text
 from titan_train.tokenizers import ByteTokenizer, HfTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
 from titan_train.tokenizers.byte import CHARACTER_OF_BYTE
 from titan_train.tokenizers.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, VocabPiece, read_pieces
@@ -28,10 +26,29 @@ _NEVER = -(2.0**20)
 """Score of a piece that no path of learned pieces and bytes is worse than."""
 
 
-def tokenizer_json(tokenizer: Tokenizer) -> str | None:
-    """The text of ``tokenizer.json``; None for a tokenizer that the format cannot express."""
+def tokenizer_json(tokenizer: Tokenizer, *, add_bos: bool = False) -> str | None:
+    """The text of ``tokenizer.json``; None for a tokenizer that the format cannot express.
+
+    Args:
+        tokenizer: The tokenizer.
+        add_bos: Begin each text with the beginning-of-text token, where special tokens are asked for. A published file says
+            itself what it does.
+    """
     if isinstance(tokenizer, HfTokenizer):
         return tokenizer.tokenizer_json.decode()
+    text = _converted(tokenizer)
+    if text is None or not add_bos or tokenizer.bos_id is None:
+        return text
+    bos = special_tokens(tokenizer)["bos_token"]
+    begun: list[dict[str, Any]] = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    begins = {
+        "type": "TemplateProcessing", "single": begun, "pair": [*begun, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
+    }  # fmt: skip
+    return json.dumps({**json.loads(text), "post_processor": begins}, ensure_ascii=False)
+
+
+def _converted(tokenizer: Tokenizer) -> str | None:
     if isinstance(tokenizer, ByteTokenizer):
         vocabulary = byte_level_vocabulary(tokenizer)
         model = _bpe(vocabulary.tokens, [])
@@ -59,12 +76,9 @@ def folder_ids(folder: Path) -> Callable[[str], list[int] | None]:
 
 def folder_text(folder: Path, ids: Sequence[int]) -> str:
     """Text of ids up to the end-of-text token, by the ``tokenizer.json`` and ``tokenizer_config.json`` of a folder."""
-    tokenizers: Any = importlib.import_module("tokenizers")
-    read: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    config: dict[str, Any] = json.loads(read_text(folder / "tokenizer_config.json"))
-    eos = read.token_to_id(config["eos_token"]) if "eos_token" in config else None
-    kept = list(ids)
-    return read.decode(kept[: kept.index(eos)] if eos in kept else kept)
+    tokenizer, kept = HfTokenizer.from_folder(folder), list(ids)
+    kept = kept[: kept.index(tokenizer.eos_id)] if tokenizer.eos_id in kept else kept
+    return tokenizer.decode(token for token in kept if token < tokenizer.vocab_size)  # a model may have more
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:

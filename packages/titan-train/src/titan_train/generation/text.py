@@ -135,7 +135,7 @@ def stream_text(
 
 
 def encode_prompt(run: LoadedRun, prompt: str) -> list[int]:
-    """Token ids of a text to continue.
+    """Token ids of a text to continue, begun as documents of the run are (``data.add_bos``).
 
     Raises:
         ValueError: It is empty.
@@ -143,7 +143,8 @@ def encode_prompt(run: LoadedRun, prompt: str) -> list[int]:
     ids = run.tokenizer.encode(prompt).tolist()
     if not ids:
         raise ValueError("the prompt is empty: give at least one character to continue.")
-    return ids
+    bos = run.tokenizer.bos_id if run.config.data.add_bos else None
+    return ids if bos is None else [bos, *ids]
 
 
 def encode_chat(run: LoadedRun, messages: Sequence[dict[str, Any]]) -> list[int]:

@@ -109,7 +109,9 @@ class TextInputs(Inputs):
         asked = config.validation
         prompts: list[tuple[int, ...]] = []
         if asked.sample_tokens and inputs.validation is not None and asked.every:
-            texts = [inputs.tokenizer.encode(text) for text in asked.prompts] or _beginnings(inputs)
+            bos = inputs.tokenizer.bos_id if config.data.add_bos else None
+            before = [] if bos is None else [bos]
+            texts = [[*before, *inputs.tokenizer.encode(text)] for text in asked.prompts] or _beginnings(inputs)
             prompts = [tuple(int(token) for token in ids) for ids in texts if len(ids)]
         values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         parallel = config.parallel

@@ -41,10 +41,15 @@ _ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
 }
 _LITE_LAYERS = 27
+_ACTIVATIONS = {"gpt2": ("gelu_new", "gelu_pytorch_tanh")}
+"""What llama.cpp computes in the feed-forward, as transformers names it; SwiGLU of other models."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)\.weight")
 
 
-def write_gguf(folder: Path, hf_folder: Path, tokenizer: Tokenizer, *, name: str, dtype: GgufType) -> None:
+def write_gguf(
+    folder: Path, hf_folder: Path, tokenizer: Tokenizer, *, name: str, dtype: GgufType, add_bos: bool = False
+) -> None:
     """Write the file into a new folder.
 
     Args:
@@ -53,6 +58,7 @@ def write_gguf(folder: Path, hf_folder: Path, tokenizer: Tokenizer, *, name: str
         tokenizer: The run's.
         name: Of the model.
         dtype: How matrices are stored.
+        add_bos: As of `write_tokenizer`.
 
     Raises:
         ValueError: The gguf library is missing, or llama.cpp has no architecture or tokenizer that computes the same.
@@ -67,7 +73,7 @@ def write_gguf(folder: Path, hf_folder: Path, tokenizer: Tokenizer, *, name: str
     try:
         writer.add_name(name)
         _write_settings(writer, config)
-        write_tokenizer(writer, tokenizer, rows=config["vocab_size"])
+        write_tokenizer(writer, tokenizer, rows=config["vocab_size"], add_bos=add_bos)
         sources = dict(_sources(hf_folder, config, architecture))
         kinds = {key: _kind(gguf, key, source, dtype) for key, source in sources.items()}
         for key, source in sources.items():
@@ -117,6 +123,11 @@ def check_gguf(config: Mapping[str, Any]) -> None:
     stretch = scaling.get("rope_type", scaling.get("type", "default"))
     if stretch not in ("default", {"llama": "llama3", "deepseek2": "yarn"}.get(_ARCHITECTURES[kind])):
         raise ValueError(f"--to gguf: rotary positions stretched as {stretch} are not written for {kind}. Use --to hf.")
+    key, usual = ("activation_function", "gelu_new") if kind == "gpt2" else ("hidden_act", "silu")
+    if config.get(key, usual) not in _ACTIVATIONS.get(kind, ("silu", "swish")):
+        raise ValueError(
+            f"--to gguf: llama.cpp computes {kind} with {usual}, and this model has {key}={config[key]!r}. Use --to hf."
+        )
     if kind == "qwen3_moe" and not config["norm_topk_prob"]:
         raise ValueError(
             "--to gguf: llama.cpp always normalizes the weights of Qwen3's experts, and this model has "
@@ -218,6 +229,8 @@ def _sources(hf_folder: Path, config: Mapping[str, Any], architecture: str) -> I
     if architecture == "llama" and config.get("rope_scaling"):
         yield "rope_freqs.weight", _Factors(config)
     for name, view in SafetensorsReader(hf_folder).views().items():
+        if (layer := _LAYER.match(name)) and int(layer[1]) >= layers:
+            continue  # of a module for a token further ahead
         if name.endswith(".kv_b_proj.weight"):
             for part in ("k", "v"):
                 source = _FromLatent(view, config, keys=part == "k")
@@ -242,7 +255,7 @@ def _gguf_name(table: Any, name: str) -> str:
 
 
 def _laid_out(view: View, name: str, config: Mapping[str, Any], architecture: str) -> _Source:
-    if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+    if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         return _Source([view], "neighbours", heads)
     if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):

@@ -1,7 +1,7 @@
 """Our tokenizers in a GGUF file's metadata.
 
 llama.cpp knows byte-level vocabularies with merges (``gpt2``), cut by a pattern that it has under a name, and SentencePiece
-BPE with scores (``llama``). Both ways, no token is added before or after a text.
+BPE with scores (``llama``). Both ways, no token is added after a text, and one before it only if the run's documents have it.
 """
 
 from typing import Any
@@ -41,13 +41,14 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
         raise ValueError(f"--to gguf: tokenizers of kind {tokenizer.kind} are not written as GGUF. Use --to hf.")
 
 
-def write_tokenizer(writer: Any, tokenizer: Tokenizer, *, rows: int) -> None:
+def write_tokenizer(writer: Any, tokenizer: Tokenizer, *, rows: int, add_bos: bool = False) -> None:
     """Add a tokenizer to a file.
 
     Args:
         writer: A ``gguf.GGUFWriter``.
         tokenizer: The run's.
         rows: Of the embedding; ids that the tokenizer lacks become unused tokens.
+        add_bos: Begin each text with the beginning-of-text token.
 
     Raises:
         ValueError: llama.cpp has no tokenizer that gives the same ids.
@@ -68,7 +69,7 @@ def write_tokenizer(writer: Any, tokenizer: Tokenizer, *, rows: int) -> None:
         token_id = getattr(tokenizer, f"{name}_id")
         if token_id is not None:
             getattr(writer, f"add_{name}_token_id")(token_id)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(add_bos and tokenizer.bos_id is not None)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
 
