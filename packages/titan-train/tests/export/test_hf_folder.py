@@ -12,7 +12,8 @@ from exported_runs import trained
 from safetensors.torch import load_file, save_file
 from titan_train.cli import main
 from titan_train.export import job as export_module
-from titan_train.export.hf_folder import generation_config
+from titan_train.export.hf_folder import generation_config, hf_config
+from titan_train.export.hf_model import HfModel
 from titan_train.export.run import export_run
 from titan_train.generation import LoadedRun, Sampling, load_run
 from titan_train.models.llama import LLAMA_FAMILY
@@ -164,12 +165,16 @@ def test_adapters_are_merged_before_their_weights_are_rounded(folder: Path, tmp_
     assert delta.abs().max() > 0
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe"])  # a buffer there, a parameter here
-def test_routing_biases_of_a_published_folder_stay_float32(kind: str, folder: Path, tmp_path: Path) -> None:
+def published(folder: Path, kind: str) -> Path:
     sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
     import hf_folders
 
-    base = hf_folders.make(tmp_path / "base", kind, vocab_size=264)
+    return hf_folders.make(folder, kind, vocab_size=264)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe"])  # a buffer there, a parameter here
+def test_routing_biases_of_a_published_folder_stay_float32(kind: str, folder: Path, tmp_path: Path) -> None:
+    base = published(tmp_path / "base", kind)
     tensors = load_file(base / "model.safetensors")
     biases = [name for name in tensors if name.endswith("e_score_correction_bias")]
     torch.manual_seed(0)
@@ -184,3 +189,39 @@ def test_routing_biases_of_a_published_folder_stay_float32(kind: str, folder: Pa
     assert biases
     assert all(got[name].dtype == torch.float32 and torch.equal(got[name], tensors[name]) for name in biases)
     assert got["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_a_base_that_also_brings_code_of_its_own_is_exported_without(folder: Path, tmp_path: Path) -> None:
+    base = published(tmp_path / "base", "llama")
+    written = json.loads((base / "config.json").read_text())
+    written["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (base / "config.json").write_text(json.dumps(written))
+    (base / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    run_dir = trained(folder, f"hf:{base}", run="code", steps=0, model={"init": f"hf:{base}"})
+    checks = export_run(run_dir, tmp_path / "model", dtype="fp32")["hf"]
+    assert all(check.passed for check in checks)
+    assert "auto_map" not in json.loads((tmp_path / "model" / "config.json").read_text())
+    assert type(HfModel(base).module).__module__.startswith("transformers.")  # of an architecture that transformers has
+    assert not (tmp_path / "marker").exists()
+
+
+def test_the_most_likely_tokens_of_a_folder_are_those_of_its_logits(tmp_path: Path) -> None:
+    base = published(tmp_path / "base", "llama")
+    asked = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "eos_token_id": 5}
+    (base / "generation_config.json").write_text(json.dumps(asked))
+    model, row = HfModel(base), [3, 4, 5]
+    for _ in range(24):
+        row.append(int(model.logits(torch.tensor([row]))[0, -1].argmax()))
+    assert len({*row}) < len(row)
+    assert model.greedy(row[:3], 24) == row[3:]
+
+
+def test_a_model_keeps_the_positions_of_the_folder_that_it_started_from(
+    loaded_run: Callable[..., LoadedRun], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 40960}')
+    run = loaded_run("llama3_debug")
+    for init, positions in ((f"hf:{tmp_path}", 40960), ("hf:gone", run.config.model.seq_len)):
+        model = dataclasses.replace(run.config.model, init=init)
+        started = dataclasses.replace(run, config=dataclasses.replace(run.config, model=model))
+        assert hf_config(started, LLAMA_FAMILY, "bf16")["max_position_embeddings"] == positions

@@ -32,7 +32,7 @@ class HfModel:
         transformers = _transformers()
         files = SafetensorsReader(folder)
         # a folder's own Python code is refused, not asked about, and weights in a pickle are not read
-        refuse_code_in(folder)
+        refuse_code_in(folder, known=transformers.CONFIG_MAPPING)
         safe = {"trust_remote_code": False, "local_files_only": True}
         seeing = hasattr(transformers.AutoConfig.from_pretrained(folder, **safe), "vision_config")
         kind: Any = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
@@ -42,6 +42,8 @@ class HfModel:
             **safe, **how,
         )  # fmt: skip
         keep_kernels_on_gpus(loaded)
+        # the folder's own may change logits (a penalty of repetition), which `greedy` is to be without
+        loaded.generation_config = transformers.GenerationConfig()
         _check_complete(folder, report)
         _check_dtypes(folder, files, loaded)
         self.module: Any = loaded.eval() if how else loaded.eval().float()

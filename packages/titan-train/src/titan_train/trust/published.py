@@ -10,7 +10,7 @@ page's own scripts by their hashes, so that a text that got past the escaping wo
 
 import base64
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,19 +49,27 @@ def refuse_foreign_code(content: Any, where: str, *, of_folder: bool = True) -> 
             )
 
 
-def refuse_code_in(folder: Path) -> None:
+def refuse_code_in(folder: Path, *, known: Container[str] = ()) -> None:
     """`refuse_foreign_code` of every file of a folder that transformers reads settings from.
+
+    Args:
+        folder: The folder.
+        known: Values of ``model_type`` for which transformers takes its own classes, as it is told to trust no other code: files
+            of such a folder may name some.
 
     Raises:
         ValueError: One asks for code, or is not JSON.
     """
+    own = True
     for file in (folder / name for name in _FILES):
         if file.is_file():
             try:
                 content: Any = parse_json(read_text(file))
             except ValueError as err:
                 raise ValueError(f"{file} is not valid JSON ({err}). Fetch the folder again.") from err
-            refuse_foreign_code(content, str(file))
+            if file.name == "config.json" and isinstance(content, dict):
+                own = str(cast("dict[str, Any]", content).get("model_type")) not in known
+            refuse_foreign_code(content, str(file), of_folder=own)
 
 
 def content_policy(*scripts: str, connect: bool = False) -> str:

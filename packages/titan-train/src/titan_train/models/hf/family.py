@@ -98,8 +98,9 @@ def family_of_model(model: Any, key_map: KeyMap, styles: StyleTable) -> HFFamily
 
 
 def _config_of(args: HFModelArgs) -> dict[str, Any]:
-    """``config.json``, with the spellings of transformers 4 beside those of 5."""
+    """``config.json``, with the spellings of transformers 4 beside those of 5, and without Python files of its folder."""
     config = copy.deepcopy(dict(args.published))
+    config.pop("auto_map", None)
     read = args.kind.from_dict(copy.deepcopy(config)) if config.get("rope_parameters") else None
     rope = getattr(read, "rope_parameters", None)  # of several spellings, the one that the model has
     if isinstance(rope, dict) and "rope_theta" in rope:
