@@ -20,7 +20,7 @@ from titan_train.exchange import gather_values
 from titan_train.models import unwrap
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.param_shard import ParamShard
-from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.apply import apply_tensor_parallel, compute_buffers
 from titan_train.parallel.tensor.styles import merge_tables, style_of, table_for
 
 
@@ -49,6 +49,8 @@ def cut_for_generation(
     """
     table = merge_tables(model, table_for(model), plan)
     heads = _heads(model, table)
+    if torch.device(device).type != "meta":
+        compute_buffers(model, 0)
     cuts = apply_tensor_parallel(model, group, table=table, sequence_parallel=False, replicate_kv=replicate_kv)
     if torch.device(device).type != "meta":
         # not to_empty: a tied weight would get memory under each name, and a rotary table no values

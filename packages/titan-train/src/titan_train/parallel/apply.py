@@ -41,7 +41,7 @@ from titan_train.parallel.param_shard import ParamShard, init_of_shards
 from titan_train.parallel.pipeline import TOKEN_IDS, Pipeline, make_transport
 from titan_train.parallel.stages import take_parts, tied_over_stages
 from titan_train.parallel.structure import blocks_of, freeze, hold_weights
-from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.apply import apply_tensor_parallel, compute_buffers
 from titan_train.parallel.tensor.float8_linears import gathers_float8
 from titan_train.parallel.tensor.loss import whole_loss
 from titan_train.parallel.tensor.micro_pipeline import (
@@ -192,6 +192,7 @@ def _apply(part: nn.Module, run: _Run, init: InitFn) -> nn.Module:
         head = fuse_head_loss(part, z_loss=config.train.z_loss, vocab_size=run.vocab_size)
 
     if run.tp is not None:
+        compute_buffers(part, config.run.seed)
         run.cuts.update(
             apply_tensor_parallel(
                 part, run.tp, table=run.table, sequence_parallel=parallel.sequence_parallel,

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from titan_fsdp import materialize
 from titan_testing import run_ranks
-from titan_train.parallel.tensor.apply import apply_tensor_parallel
+from titan_train.parallel.tensor.apply import apply_tensor_parallel, compute_buffers
 from titan_train.parallel.tensor.checks import check_tensor_parallel
 from titan_train.parallel.tensor.plan import plan_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables
@@ -61,6 +62,33 @@ class Own(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Scaled(nn.Module):
+    """Attention that keeps what it divides by in a buffer, and an order of its own."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.width, self.num_heads = width, num_heads
+        self.qkv, self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(3)), nn.Linear(width, width)
+        self.register_buffer("scale", torch.tensor((width // num_heads) ** -0.5), persistent=False)
+        self.register_buffer("order", torch.randperm(64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for w in self.qkv)
+        return self.out(((q @ k.mT * self.scale).softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+def test_buffers_are_those_of_the_whole_model() -> None:
+    with torch.device("meta"):
+        whole = nn.Sequential(Scaled(16, 4))
+    cut = copy.deepcopy(whole)
+    compute_buffers(cut, 3)
+    cut[0].num_heads = 2  # as tensor parallelism over two ranks leaves it
+    for model in (whole, cut):
+        materialize(model, "cpu", init=lambda _fqn, tensor, _generator: tensor.zero_(), seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), cut.buffers(), strict=True))
+    assert float(cut[0].scale) == 0.5
 
 
 # "kv" is a list, so nothing beside its members counts heads: cut in plain rows, which are whole heads at tp = 2

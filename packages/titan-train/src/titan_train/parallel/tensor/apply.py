@@ -5,10 +5,15 @@ about 3 ms a layer cheaper on the host, and float8, compilation, pipelines and c
 returned table says which box of the whole each one is.
 """
 
+import torch
 import torch.distributed as dist
+from titan_fsdp import generator_for
+from titan_fsdp.weights.buffers import meta_tables
 from torch import nn
 
 from titan_train.models.common.tensor_styles import StyleTable
+from titan_train.models.registry import is_shipped
+from titan_train.models.traits import traits_of
 from titan_train.parallel.param_shard import ParamShard
 from titan_train.parallel.tensor.async_linears import overlap
 from titan_train.parallel.tensor.boundaries import (
@@ -23,6 +28,24 @@ from titan_train.parallel.tensor.checks import ASYNC_WITHOUT_SEQUENCE_PARALLEL
 from titan_train.parallel.tensor.cutting import cut_parameters
 from titan_train.parallel.tensor.float8_linears import gather_in_float8
 from titan_train.parallel.tensor.plan import PlannedModule, plan_tensor_parallel
+
+
+def compute_buffers(model: nn.Module, seed: int) -> None:
+    """Compute what buffers of a user's model hold, on the CPU, if it is on the meta device. `titan_fsdp.materialize` keeps it.
+
+    Before `apply_tensor_parallel`, which leaves each rank its own heads: constructors that compute buffers, such as a scale of
+    attention, are run again with the numbers that modules keep.
+
+    Args:
+        model: A whole model or a pipeline stage of one. One of this package or of transformers is left as it is.
+        seed: Of weights, for buffers that are drawn.
+    """
+    if is_shipped(model) or traits_of(model).published is not None:
+        return
+    host = torch.device("cpu")
+    for table in meta_tables(model, lambda path: generator_for(path, host, seed).initial_seed()):
+        buffers = table.module._buffers
+        buffers.update({leaf: value for leaf, value in table.values.items() if leaf in buffers})
 
 
 def apply_tensor_parallel(
