@@ -29,6 +29,9 @@ class MainGradients:
     itself for float32 weights, a rounded copy for others, whose optimizer may take the sums from `items` instead. Whatever
     reached ``grad`` another way (tied weights, compiled graphs, weight gradients that a pipeline runs apart) is added to it.
 
+    A weight that no backward reached has a gradient of zeros, so that all ranks have one to reduce; an optimizer that decays
+    weights decays it. Set its ``grad`` to None after the block where that is not meant.
+
     Take gradients with ``backward()``, not ``torch.autograd.grad``, which would find none for these weights. Nothing is reduced
     over ranks: with ``DistributedDataParallel``, reduce ``main_grad``. Sharded weights are left to FSDP, which sums in float32
     by itself.
