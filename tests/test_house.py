@@ -16,7 +16,6 @@ SMALLEST = 40  # lines of a module that is worth a file of its own
 SMALLER = {  # each stands alone for a reason, or waits to be folded in
     "titan_cp.methods.compiling",
     "titan_cp.models.flex",
-    "titan_fsdp.wrapping.borders",
     "titan_mesh.nearest",
     "titan_train.host_memory",
     "titan_train.launch.node.preload",
