@@ -189,6 +189,8 @@ def test_a_run_that_went_back_and_was_lost_continues_after_the_spike(folder):
         assert trainer.step == 4  # not 6, the newest before the spike
         assert trainer._loader.samples_consumed == 32
         assert (trainer._spikes.rewinds, trainer._spikes.worst) == (1, 8)  # the next return there is the second
+    with Trainer(spiking(folder, "lost", optimizer={"lr": 1e-4})) as trainer:
+        assert trainer._spikes.rewinds == 0  # the error's remedy: another try
 
 
 def test_a_run_that_was_lost_before_it_saved_where_it_went_back_to_keeps_its_record(folder):

@@ -208,9 +208,9 @@ def _lost(run_dir: Path, attempt: Mapping[str, Any]) -> dict[str, Any]:
     for end in read_ends(run_dir):
         match end:
             case {"time": int(time) | float(time), "end": str(text)} if began <= time < 2**33:
-                step, asked = end.get("to_step"), text == "stopped"
+                step, asked = end.get("to_step"), text in ("stopped", "finished")
                 return {
-                    "status": "stopped" if asked else "killed",
+                    "status": text if asked else "killed",
                     "ended": datetime.fromtimestamp(time, UTC).isoformat(),
                     "to_step": step if isinstance(step, int) else None,
                     "error": None if asked else text,

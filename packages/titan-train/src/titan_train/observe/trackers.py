@@ -69,6 +69,7 @@ def build_trackers(config: MetricsConfig, run_dir: str | Path, resume_step: int 
     def opened(name: str, setting: str, step: int) -> Tracker:
         _check_tracker(name, setting)
         if name == "wandb":
+            _check_login(setting)  # wandb would ask on the terminal
             return WandbTracker(run_dir, project=config.wandb_project, resume_step=step)
         known = _SHIPPED.get(name)
         return (_other_packages()[name].load() if known is None else known.make)(run_dir, resume_step=step)

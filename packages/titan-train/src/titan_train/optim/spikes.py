@@ -26,6 +26,7 @@ class Spikes:
     def __init__(self, config: SpikesConfig) -> None:
         """No step is made yet."""
         self._config = config
+        self.sigma = config.sigma
         self._norms: deque[float] = deque(maxlen=config.window)
         self.in_a_row = 0
         """Steps left out since the last one that was made."""

@@ -68,11 +68,13 @@ def stage_layers(config: Config, whole: nn.Module, schedule: Schedule) -> list[r
     The first stage has at least the layers that only it can feed; the others are then balanced among themselves.
     """
     check_can_be_cut(whole)
-    costs = [flops_per_token(block, config.model.seq_len) for block in layers_of(whole)]
+    blocks = layers_of(whole)
+    costs = [flops_per_token(block, config.model.seq_len) for block in blocks]
     traits = traits_of(whole)
     encoder = traits.encoder_flops_per_token
     before = 0.0 if encoder is None else encoder(config.model.seq_len)
-    head = flops_per_token(whole, config.model.seq_len) - sum(costs) - before
+    once = dict(zip(blocks, costs, strict=True))  # as the whole counts a block that is several layers
+    head = flops_per_token(whole, config.model.seq_len) - sum(once.values()) - before
     stages = plan_layers(config.pipeline, costs, (before, max(0.0, head)), schedule.num_stages)
     least = traits.first_stage_layers
     if len(stages[0]) < least and not config.pipeline.cuts and 1 < schedule.num_stages <= len(costs) - least + 1:

@@ -67,7 +67,8 @@ def _events(folder: RunFolder) -> list[FaultRow]:
             continue
         said = {name: value for name, value in event.fields.items() if name != "loss" and value is not None}
         cause = str(said["text"]) if "text" in said else ", ".join(f"{name} {value}" for name, value in said.items())
-        then = "the update was left out" if event.kind == "nonfinite" else ""
+        left_out = event.kind in ("nonfinite", "spike") or said.get("verdict") == "persistent hardware"
+        then = "the update was left out" if left_out else ""
         found.append(FaultRow(event.step, event.time, event.kind.replace("_", " "), cause, then))
     return found
 

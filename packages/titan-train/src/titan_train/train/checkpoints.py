@@ -65,7 +65,9 @@ class Checkpoints:
         self._own_optimizer = own_optimizer
         self._run, self._scheduler, self._inputs = run, scheduler, inputs
         self._best = best
-        self._rank_state = RankState(loader, config.checkpoint.allow_data_change, run.model.parts, spikes, best)
+        self._rank_state = RankState(
+            loader, config.checkpoint.allow_data_change, run.model.parts, spikes, best, lr=config.optimizer.lr
+        )
         keep_last = config.checkpoint.keep_last or None  # 0 keeps all; another rule would delete what it does not name
         self.checkpointer = Checkpointer(
             run.run_dir / "checkpoints",
@@ -112,6 +114,7 @@ class Checkpoints:
         with checkpoints as theirs, self._dtypes_by_name(theirs, step):
             theirs.restore(self._state(), step)
         self._best.forget()  # their best checkpoint is not in this run's folder
+        self._rank_state.forget_rewinds()
         self.parent = (str(folder), step)
         return step
 
@@ -263,9 +266,16 @@ class RankState:
     """
 
     def __init__(
-        self, loader: Loader, allow_change: bool, parts: Sequence[nn.Module], spikes: Spikes, best: BestValidation
+        self,
+        loader: Loader,
+        allow_change: bool,
+        parts: Sequence[nn.Module],
+        spikes: Spikes,
+        best: BestValidation,
+        *,
+        lr: float = 0.0,
     ) -> None:
-        self._loader, self._spikes, self._best = loader, spikes, best
+        self._loader, self._spikes, self._best, self._lr = loader, spikes, best, lr
         self._allow_change = allow_change
         self._hooks = [hook for part in parts if (hook := fsdp.gradient_compression(part)) is not None]
 
@@ -280,19 +290,25 @@ class RankState:
         if norms := self._spikes.state_dict():
             state[_SPIKES] = norms
         if self._spikes.rewinds:
-            state[_REWINDS] = [self._spikes.rewinds, self._spikes.worst]
+            state[_REWINDS] = [self._spikes.rewinds, self._spikes.worst, self._lr, self._spikes.sigma]
         if self._best.step:
             state[_BEST] = self._best.state_dict()
         if self._hooks:
             state[_COMPRESSION] = [hook.state_dict() for hook in self._hooks]
         return state
 
+    def forget_rewinds(self) -> None:
+        """Count afresh how often the run goes back."""
+        self._spikes.rewinds = self._spikes.worst = 0
+
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Continue on as many ranks."""
         own = _COMPRESSION, _SPIKES, _REWINDS, _BEST
         position = {key: value for key, value in state.items() if key not in own}
         self._spikes.load_state_dict(state.get(_SPIKES, []))
-        self._spikes.rewinds, self._spikes.worst = state.get(_REWINDS, (0, 0))
+        rewinds, worst, *settings = state.get(_REWINDS, (0, 0))
+        if settings == [self._lr, self._spikes.sigma]:  # with others it is another try
+            self._spikes.rewinds, self._spikes.worst = rewinds, worst
         self._loader.load_state_dict(position, allow_data_change=self._allow_change)
         if _BEST in state:
             self._best.load_state_dict(state[_BEST])

@@ -144,6 +144,6 @@ class Activations(Observer):
 def _blocks_of(part: nn.Module) -> list[tuple[str, nn.Module]]:
     names = {id(module): name for name, module in part.named_modules()}
     try:
-        return [(names[id(block)], block) for block in layers_of(part)]
+        return [(names[id(block)], block) for block in dict.fromkeys(layers_of(part))]
     except AttributeError:  # a model that does not name its blocks
         return list(part.named_children())

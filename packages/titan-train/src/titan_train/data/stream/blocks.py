@@ -75,7 +75,7 @@ class StreamBlocks:
         self._reader: StreamReader | None = None
         self._reader_at: StreamCursor | None = None
         self._reader_block = -1  # the block that it makes next
-        self._made: _Record | None = None  # the last block made here: other runs may push it out of the record
+        self._last: _Record | None = None  # the block made or opened last: other runs may push it out of the record
         self.step_blocks = 1
         """Blocks that a step reads."""
         self._bad = self._folder.bad_documents(source.name, config, streamed=True)
@@ -134,16 +134,20 @@ class StreamBlocks:
 
     def _make(self, number: int) -> ShardedTokens:
         known = self._known(number)
-        at = max(known)
-        for block in range(at, number + 1):
-            shard, after = self._make_one(block, known[block])
-            known[block + 1] = after
-            if block == number:
-                self._remove_before(number - max(_KEPT_BLOCKS, _KEPT_STEPS * self.step_blocks))
-                return self._opened(shard)
-        raise AssertionError("the last block of the range is the one asked for")
+        records = {record.block: record for record in self._records()}
+        try:
+            for block in range(max(known), number + 1):
+                made = self._make_one(block, known[block])
+                known[block + 1] = made.next
+                records.pop(block, None)
+                records[block] = self._last = made
+        finally:
+            kept = max(_KEPT_RECORDS, _RECORDED_STEPS * self.step_blocks)
+            self._folder.write([*records.values()][-kept:], sync=False)
+        self._remove_before(number - max(_KEPT_BLOCKS, _KEPT_STEPS * self.step_blocks))
+        return self._opened(records[number].shard)
 
-    def _make_one(self, number: int, cursor: StreamCursor | None) -> tuple[ShardInfo, StreamCursor]:
+    def _make_one(self, number: int, cursor: StreamCursor | None) -> _Record:
         reader = self._reader_from(number, cursor)
         try:
             if self._source.packs_whole:
@@ -168,11 +172,7 @@ class StreamBlocks:
         except BaseException:
             writer.discard()
             raise
-        others = [other for other in self._records() if other.block != number]
-        self._made = _Record(number, cursor, after, reader.touched, shard, reader.counted)
-        kept = max(_KEPT_RECORDS, _RECORDED_STEPS * self.step_blocks)
-        self._folder.write([*others, self._made][-kept:], sync=False)
-        return shard, after
+        return _Record(number, cursor, after, reader.touched, shard, reader.counted)
 
     def _reader_from(self, number: int, cursor: StreamCursor | None) -> StreamReader:
         """The reader that made the block before, if it stands there; else a new one."""
@@ -198,7 +198,7 @@ class StreamBlocks:
     def _known(self, number: int) -> dict[int, StreamCursor | None]:
         """Where blocks up to ``number`` begin, as far as it is known and their files are unchanged."""
         known: dict[int, StreamCursor | None] = {0: None}
-        records = [*([] if self._made is None else [self._made]), *self._records()]
+        records = [*([] if self._last is None else [self._last]), *self._records()]
         if before := [record for record in records if record.block < number]:
             stamps = stamps_of(self._files)
             known |= {record.block + 1: record.next for record in before if self._is_current(record, stamps)}
@@ -211,9 +211,11 @@ class StreamBlocks:
         if record.begins != self._given.get(number, record.begins):
             return None
         try:
-            return self._opened(record.shard)
+            found = self._opened(record.shard)
         except ValueError:  # removed, or cut by a full disk: it is made again
             return None
+        self._last = record
+        return found
 
     def _opened(self, shard: ShardInfo) -> ShardedTokens:
         return ShardedTokens(
