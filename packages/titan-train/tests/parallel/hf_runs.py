@@ -61,6 +61,11 @@ def run(folder, name, tree):
         return trainer.losses, seen.norms, validation, gradients, weights
 
 
+def run_each(folder, name, trees):
+    """The runs of one layout, one after the other on the same ranks."""
+    return [run(folder, f"{name}{i}", tree) for i, tree in enumerate(trees)]
+
+
 def final_weights(results):
     """The whole weights after the last step, from all ranks."""
     return composition.assemble([weights for *_, weights in results])

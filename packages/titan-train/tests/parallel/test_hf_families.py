@@ -80,11 +80,6 @@ def tree_of(folder, kind, settings):
     return hf_runs.sections(hf_runs.publish(folder, kind), settings | own)
 
 
-def run_each(folder, name, trees):
-    """The runs of one layout, one after the other on the same ranks."""
-    return [hf_runs.run(folder, f"{name}{i}", tree) for i, tree in enumerate(trees)]
-
-
 @pytest.fixture(scope="module")
 def single(folder):
     known = {}
@@ -94,7 +89,9 @@ def single(folder):
         missing = [kind for kind in kinds if (kind, masked) not in known]
         trees = [tree_of(folder, kind, {} if masked else {"data": settings["data"]}) for kind in missing]
         if trees:
-            (results,) = run_ranks(run_each, 1, folder, "single", trees, init=False, timeout_s=60 + 60 * len(trees))
+            (results,) = run_ranks(
+                hf_runs.run_each, 1, folder, "single", trees, init=False, timeout_s=60 + 60 * len(trees)
+            )
             known.update(zip([(kind, masked) for kind in missing], results, strict=True))
         return [known[kind, masked] for kind in kinds]
 
@@ -116,7 +113,7 @@ CASES += [
 def test_a_family_trains_as_in_one_process(folder, single, layout, kinds):
     ranks, settings = LAYOUTS[layout]
     trees = [tree_of(folder, kind, settings) for kind in kinds]
-    results = run_ranks(run_each, ranks, folder, "layout", trees, timeout_s=60 + 60 * len(trees))
+    results = run_ranks(hf_runs.run_each, ranks, folder, "layout", trees, timeout_s=60 + 60 * len(trees))
     wrong = {}
     for number, (kind, reference) in enumerate(zip(kinds, single(kinds, settings), strict=True)):
         errors, weights = hf_runs.errors(reference, [of_rank[number] for of_rank in results])

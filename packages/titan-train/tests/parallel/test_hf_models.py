@@ -52,46 +52,56 @@ def works(kind, layout):
     return "ep" not in layout or kind in ROUTED
 
 
-CASES = [(kind, layout) for kind in (*DENSE, *ROUTED, *UNPLANNED) for layout in LAYOUTS if works(kind, layout)]
-CASES += [(kind, layout) for kind in WINDOWED for layout in WINDOWED_LAYOUTS]
+KINDS = {layout: [kind for kind in (*DENSE, *ROUTED, *UNPLANNED) if works(kind, layout)] for layout in LAYOUTS}
+CASES = [pytest.param(layout, [kind], id=f"{kind}, {layout}") for kind, layout in DEFAULT]
+CASES += [
+    pytest.param(layout, kinds, id=f"every decoder, {layout}", marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+    for layout, kinds in (KINDS | dict.fromkeys(WINDOWED_LAYOUTS, WINDOWED)).items()
+]
 
 
 @pytest.fixture(scope="module")
 def single(folder):
     known = {}
 
-    def reference(kind, float8, masked):
-        key = kind, float8, masked
-        if key not in known:
-            settings = ({} if masked else UNMASKED) | (FLOAT8 if float8 else {})
-            tree = hf_runs.sections(hf_runs.publish(folder, kind), settings)
-            known[key] = run_ranks(hf_runs.run, 1, folder, "single", tree, init=False, timeout_s=120)[0]
-        return known[key]
+    def references(kinds, *, float8, settings=None):
+        keys = [(kind, float8, "data" not in settings_of(kind, settings or {})) for kind in kinds]
+        missing = [key for key in keys if key not in known]
+        trees = [
+            hf_runs.sections(
+                hf_runs.publish(folder, kind), ({} if masked else UNMASKED) | (FLOAT8 if in_float8 else {})
+            )
+            for kind, in_float8, masked in missing
+        ]
+        if trees:
+            (results,) = run_ranks(
+                hf_runs.run_each, 1, folder, "single", trees, init=False, timeout_s=60 + 60 * len(trees)
+            )
+            known.update(zip(missing, results, strict=True))
+        return [known[key] for key in keys]
 
-    return reference
+    return references
 
 
-UNMASKED = {"data": {"document_mask": False}}  # its forward takes no positions
+UNMASKED = {"data": {"document_mask": False}}
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), [c if c in DEFAULT else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
-)
-def test_a_decoder_of_transformers_trains_as_in_one_process(folder, single, kind, layout):
+def settings_of(kind, settings):
+    """The settings of a layout for one family: BLOOM's forward takes no positions."""
+    return settings | UNMASKED if kind == "bloom" else settings
+
+
+@pytest.mark.parametrize(("layout", "kinds"), CASES)
+def test_a_decoder_of_transformers_trains_as_in_one_process(folder, single, layout, kinds):
     ranks, settings = (LAYOUTS | WINDOWED_LAYOUTS)[layout]
-    if kind == "bloom":
-        settings = settings | UNMASKED
-    masked = "data" not in settings
-    tree = hf_runs.sections(hf_runs.publish(folder, kind), settings)
-    results = run_ranks(hf_runs.run, ranks, folder, "layout", tree, timeout_s=240)
-    errors, weights = hf_runs.errors(single(kind, "float8" in layout, masked), results)
-    assert not failures(errors, float8=False), errors
-    assert weights <= WEIGHTS
-
-
-def run_each(folder, trees):
-    """One run of each family, on the same ranks."""
-    return [hf_runs.run(folder, f"compressed{i}", tree) for i, tree in enumerate(trees)]
+    trees = [hf_runs.sections(hf_runs.publish(folder, kind), settings_of(kind, settings)) for kind in kinds]
+    results = run_ranks(hf_runs.run_each, ranks, folder, "layout", trees, timeout_s=60 + 60 * len(trees))
+    wrong, references = {}, single(kinds, float8="float8" in layout, settings=settings)
+    for number, (kind, reference) in enumerate(zip(kinds, references, strict=True)):
+        errors, weights = hf_runs.errors(reference, [of_rank[number] for of_rank in results])
+        if failures(errors, float8=False) or weights > WEIGHTS:
+            wrong[kind] = errors, weights
+    assert not wrong
 
 
 @pytest.mark.parametrize(
@@ -104,8 +114,9 @@ def run_each(folder, trees):
 def test_gradients_are_compressed_where_some_parameters_have_none(folder, single, kinds, ranks, layout):
     compressed = {"parallel": {"mode": "ddp", "compress": "bf16"} | layout, "pipeline": {"schedule": "1f1b"}}
     trees = [hf_runs.sections(hf_runs.publish(folder, kind), compressed) for kind in kinds]
-    for number, results in enumerate(zip(*run_ranks(run_each, ranks, folder, trees, timeout_s=240), strict=True)):
-        errors, weights = hf_runs.errors(single(kinds[number], False, True), list(results))
+    found = run_ranks(hf_runs.run_each, ranks, folder, "compressed", trees, timeout_s=240)
+    for reference, results in zip(single(kinds, float8=False), zip(*found, strict=True), strict=True):
+        errors, weights = hf_runs.errors(reference, list(results))
         assert errors.ranks_agree
         assert errors.gradient <= 2**-7  # bf16 keeps 8 bits, and two ranks' are added
         assert weights <= 1e-3

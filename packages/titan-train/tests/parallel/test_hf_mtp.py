@@ -25,39 +25,52 @@ def works(kind, layout):
     return "ep" not in layout or kind in ROUTED
 
 
-CASES = [(kind, layout) for kind in KINDS for layout in (*LAYOUTS, *MORE) if works(kind, layout)]
+CASES = [pytest.param(layout, [kind], id=f"{kind}, {layout}") for kind, layout in DEFAULT]
+CASES += [
+    pytest.param(layout, kinds, id=f"every decoder, {layout}", marks=[pytest.mark.slow, pytest.mark.timeout(900)])
+    for layout in (*LAYOUTS, *MORE)
+    if (kinds := [kind for kind in KINDS if works(kind, layout)])
+]
+
+
+def depth_of(kind):
+    return 1 if kind in ROUTED else 2
 
 
 @pytest.fixture(scope="module")
 def single(folder):
     known = {}
 
-    def reference(kind, depth):
-        if kind not in known:
-            tree = tree_of(folder, kind, depth, {})
-            known[kind] = run_ranks(hf_runs.run, 1, folder, "single", tree, init=False, timeout_s=170)[0]
-        return known[kind]
+    def references(kinds):
+        missing = [kind for kind in kinds if kind not in known]
+        trees = [tree_of(folder, kind, {}) for kind in missing]
+        if trees:
+            (results,) = run_ranks(
+                hf_runs.run_each, 1, folder, "single", trees, init=False, timeout_s=60 + 60 * len(trees)
+            )
+            known.update(zip(missing, results, strict=True))
+        return [known[kind] for kind in kinds]
 
-    return reference
+    return references
 
 
-def tree_of(folder, kind, depth, settings):
+def tree_of(folder, kind, settings):
     tree = hf_runs.sections(hf_runs.publish(folder, kind), STEPS | settings, init=False)
-    tree["model"]["args"] = tree["model"]["args"] | {"mtp_depth": depth}
+    tree["model"]["args"] = tree["model"]["args"] | {"mtp_depth": depth_of(kind)}
     return tree | {"mtp": {"late_from": 0.5}}
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), [c if c in DEFAULT else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
-)
-def test_a_decoder_of_transformers_trains_several_tokens_as_in_one_process(folder, single, kind, layout):
+@pytest.mark.parametrize(("layout", "kinds"), CASES)
+def test_a_decoder_of_transformers_trains_several_tokens_as_in_one_process(folder, single, layout, kinds):
     ranks, settings = (LAYOUTS | MORE)[layout]
-    depth = 1 if kind in ROUTED else 2
-    wanted = single(kind, depth)
-    of_modules = [box for name, box in wanted[3].items() if name.startswith("mtp.")]
-    assert len(of_modules) >= 8 * depth
-    assert any(part.any() for _, _, part in of_modules)
-    results = run_ranks(hf_runs.run, ranks, folder, "layout", tree_of(folder, kind, depth, settings), timeout_s=240)
-    errors, weights = hf_runs.errors(wanted, results)
-    assert not failures(errors, float8=False), errors
-    assert weights <= WEIGHTS
+    trees = [tree_of(folder, kind, settings) for kind in kinds]
+    results = run_ranks(hf_runs.run_each, ranks, folder, "layout", trees, timeout_s=60 + 60 * len(trees))
+    wrong = {}
+    for number, (kind, wanted) in enumerate(zip(kinds, single(kinds), strict=True)):
+        of_modules = [box for name, box in wanted[3].items() if name.startswith("mtp.")]
+        assert len(of_modules) >= 8 * depth_of(kind)
+        assert any(part.any() for _, _, part in of_modules)
+        errors, weights = hf_runs.errors(wanted, [of_rank[number] for of_rank in results])
+        if failures(errors, float8=False) or weights > WEIGHTS:
+            wrong[kind] = errors, weights
+    assert not wrong
