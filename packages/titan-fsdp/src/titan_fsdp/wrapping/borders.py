@@ -42,7 +42,7 @@ def _cast(value: Any, dtype: torch.dtype, least_dims: int = 0) -> Any:
         return type(value)(_cast(item, dtype, least_dims) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_cast(item, dtype, least_dims) for item in value))
-    if type(value) in (dict, OrderedDict):
+    if isinstance(value, dict) and type(value) in (dict, OrderedDict):  # pyright: ignore[reportUnknownArgumentType]
         return type(value)((key, _cast(item, dtype, least_dims)) for key, item in value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(

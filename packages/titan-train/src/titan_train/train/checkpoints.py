@@ -154,15 +154,12 @@ class Checkpoints:
 
     def _correct_best(self, step: int) -> None:
         """After a restore: if the best checkpoint so far is gone, the best is that of those up to ``step``. Collective."""
-        kept, best = False, None
+        found: tuple[bool, tuple[float, int] | None] = False, None
         if self._run.rank == 0:
             saved = checkpoint_folders(self._run.run_dir)
-            until = list(saved)[
-                : list(saved).index(step) + 1
-            ]  # what was saved later is no part of how the run came here
-            saved = {number: saved[number] for number in until if number <= step}
-            kept, best = self._best.step in saved, best_saved(saved)
-        found = [kept, best]
+            order = list(saved)  # what was saved after this step is no part of how the run came here
+            until = {number: saved[number] for number in order[: order.index(step) + 1] if number <= step}
+            found = self._best.step in until, best_saved(until)
         kept, best = gather_values(found)[0] if self._run.mesh is not None else found
         if self._best.step and not kept:
             self._best.go_back(step, best)

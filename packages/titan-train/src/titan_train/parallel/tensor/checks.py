@@ -61,6 +61,9 @@ def check_dropout(model: nn.Module, table: StyleTable, seq_len: int) -> None:
     dropped: list[Tensor] = []
     regions: list[str] = []
 
+    def note(_module: nn.Module, _args: Any, output: Any) -> None:
+        dropped.append(output)
+
     def look(name: str) -> Any:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
@@ -72,7 +75,7 @@ def check_dropout(model: nn.Module, table: StyleTable, seq_len: int) -> None:
     with ExitStack() as hooks, suppress(Exception), torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
-                hooks.enter_context(module.register_forward_hook(lambda _module, _args, output: dropped.append(output)))
+                hooks.enter_context(module.register_forward_hook(note))
             elif style_of(name, table) == "region":
                 hooks.enter_context(module.register_forward_hook(look(name)))
         model(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
