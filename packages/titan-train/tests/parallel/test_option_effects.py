@@ -111,3 +111,22 @@ def test_kept_in_float32_a_head_gives_its_loss_and_a_gate_its_routing_in_it(tmp_
         tokens = torch.ones(1, 8, dtype=torch.int64)
         loss = model(tokens, labels=tokens)
     assert {loss.dtype, seen["logits"].dtype, seen["scores"].dtype, seen["weights"].dtype} == {torch.float32}
+
+
+def test_what_blocks_keep_in_float32_is_gathered_between_their_compiled_graphs(tmp_path):
+    words = [
+        "--launch.device",
+        "cpu",
+        "--train.dtype",
+        "bf16",
+        "--train.steps",
+        "2",
+        "--parallel.keep_fp32",
+        '["*norm*"]',
+    ]
+    losses = []
+    for name, more in (("eager", []), ("compiled", ["--compile.enabled", "true", "--compile.backend", "aot_eager"])):
+        with Trainer(load_config("debug", [*words, *more, "--run.dir", str(tmp_path), "--run.name", name])) as trainer:
+            trainer.fit()
+            losses.append(trainer.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
