@@ -55,7 +55,7 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         min_speedup=config.float8.min_speedup,
         sharding="ddp" if copies else "fsdp",
         task="lora" if config.model.lora_rank else "pretrain",
-        reshard=p.reshard != "never",
+        reshard=p.reshard not in ("never", 1),  # alone among one rank is never
         stack="compile" if config.compile.enabled else "eager",
         fused_norms=config.launch.device != "cpu",
         async_tp=p.async_tp,
