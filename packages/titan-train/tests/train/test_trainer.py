@@ -255,7 +255,7 @@ def test_metrics_hold_one_line_a_step_and_resume_counts_none_twice(folder):
 def test_metrics_have_the_scheduled_rate_and_expert_biases_stay_while_their_router_is_frozen(folder):
     """Of the first group, whose own rate is 0 until it is trained."""
     rates, biases = [], []
-    for name, frozen in (("straight", {}), ("waiting", {"": 2})):
+    for name, frozen in (("scheduled", {}), ("scheduled-waiting", {"": 2})):
         config = configure(
             folder, run={"name": name}, model={"name": "deepseek_debug"}, optimizer={"frozen_steps": frozen}
         )
