@@ -125,8 +125,14 @@ def test_what_blocks_keep_in_float32_is_gathered_between_their_compiled_graphs(t
         '["*norm*"]',
     ]
     losses = []
-    for name, more in (("eager", []), ("compiled", ["--compile.enabled", "true", "--compile.backend", "aot_eager"])):
+    compiled = ["--compile.enabled", "true", "--compile.backend", "aot_eager"]
+    for name, more in (
+        ("eager", []),
+        ("compiled", compiled),
+        ("recomputed", [*compiled, "--activations.checkpoint", "full"]),
+    ):
         with Trainer(load_config("debug", [*words, *more, "--run.dir", str(tmp_path), "--run.name", name])) as trainer:
             trainer.fit()
             losses.append(trainer.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-3)
