@@ -14,6 +14,7 @@ from titan_train.cli import main
 from titan_train.eval.model import EvalModel, eval_model_of, load_eval_model
 from titan_train.eval.perplexity import perplexity, rolling_windows, score
 from titan_train.eval.ranks import Ranks
+from titan_train.export import hf_folder
 from titan_train.export.run import export_run
 from titan_train.export.tokenizer_json import folder_text
 from titan_train.generation import load_run
@@ -106,7 +107,7 @@ def test_scores_are_those_of_a_plain_forward_whatever_the_batch(folder: Path) ->
 
 
 def test_an_export_with_a_published_tokenizer_reads_as_many_tokens_at_once_as_the_run(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
     export_run(trained(folder, "qwen3_debug", rope_theta=5000.0), tmp_path / "first", gate=False)
@@ -117,6 +118,10 @@ def test_an_export_with_a_published_tokenizer_reads_as_many_tokens_at_once_as_th
     export_run(run_dir, tmp_path / "second", gate=False)
     lengths = [load_eval_model(path, device="cpu").max_length for path in (run_dir, tmp_path / "second")]
     assert lengths == [64, 64]
+    monkeypatch.setattr(hf_folder, "_published_length", lambda run: 4096)  # of a folder that the weights came from
+    export_run(run_dir, tmp_path / "longer", gate=False)
+    assert json.loads((tmp_path / "longer" / "config.json").read_text())["max_position_embeddings"] == 4096
+    assert load_eval_model(tmp_path / "longer", device="cpu").max_length == 64
     config = tmp_path / "second" / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 64,', ""))
     with pytest.raises(ValueError, match=r"does not say how many tokens its model reads at once\. Set --max-length"):
@@ -143,6 +148,8 @@ def test_the_token_that_ends_a_text_is_found_however_a_published_folder_writes_i
     model = load_eval_model(tmp_path / "out")
     assert (model.eos_id, model.prefix_id) == (257, 256)
     assert folder_text(tmp_path / "out", [*b"ab", 257, *b"c"]) == "ab"
+    file.write_text(json.dumps(config | {"pad_token": "[PAD] of another vocabulary"}))
+    assert folder_text(tmp_path / "out", [*b"ab"]) == "ab"
 
 
 TASK = """

@@ -87,7 +87,7 @@ def test_a_text_begins_as_documents_of_the_run_do(tokenizer: Tokenizer) -> None:
     written = hf.Tokenizer.from_str(tokenizer_json(tokenizer, add_bos=True))
     ids = tokenizer.encode("a b").tolist()
     assert written.encode("a b", add_special_tokens=False).ids == ids
-    assert written.encode("a b").ids == ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]
+    assert written.encode("a b").ids == (ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids])
 
 
 def test_llama_cpp_begins_a_text_as_documents_of_the_run_do() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_train.export.load import load_exported, refuse_options_of_runs, target_of, using
 from titan_train.export.step_model import DESCRIPTION
-from titan_train.export.tokenizer_json import folder_ids, folder_text
+from titan_train.export.tokenizer_json import folder_ids
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, generate, load_run
 from titan_train.models.traits import traits_of
@@ -130,7 +130,7 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
         name=str(folder),
         logits=logits,
         encode=lambda text: ids(text) or [],
-        decode=lambda tokens: folder_text(folder, tokens),
+        decode=lambda tokens: tokenizer.decode(token for token in tokens if token < tokenizer.vocab_size),
         greedy=greedy,
         prefix_id=eos if tokenizer.bos_id is None else tokenizer.bos_id,
         eos_id=eos,

@@ -21,6 +21,7 @@ from titan_ckpt import export_hf
 from torch import nn
 
 from titan_train.export.float8 import float8_config, float8_names
+from titan_train.export.step_model import DESCRIPTION
 from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
 from titan_train.files import write_atomic
 from titan_train.generation import LoadedRun
@@ -71,6 +72,8 @@ def write_hf(
     if group is not None and group.rank() > 0:
         return
     write_json(folder / "generation_config.json", generation_config(run))
+    if _published_length(run) > run.config.model.seq_len:
+        write_json(folder / DESCRIPTION, {"seq_len": run.config.model.seq_len})  # of the training, for `eval`
     write_tokenizer_files(
         folder, run.tokenizer, run.config.model.seq_len, run.template, add_bos=run.config.data.add_bos
     )

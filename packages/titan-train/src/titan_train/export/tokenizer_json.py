@@ -76,7 +76,13 @@ def folder_ids(folder: Path) -> Callable[[str], list[int] | None]:
 
 def folder_text(folder: Path, ids: Sequence[int]) -> str:
     """Text of ids up to the end-of-text token, by the ``tokenizer.json`` and ``tokenizer_config.json`` of a folder."""
-    tokenizer, kept = HfTokenizer.from_folder(folder), list(ids)
+    kept = list(ids)
+    try:
+        tokenizer = HfTokenizer.from_folder(folder)
+    except ValueError:  # it names no token that ends a text, or one of others that are not there
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(kept)  # type: ignore[attr-defined]
     kept = kept[: kept.index(tokenizer.eos_id)] if tokenizer.eos_id in kept else kept
     return tokenizer.decode(token for token in kept if token < tokenizer.vocab_size)  # a model may have more
 

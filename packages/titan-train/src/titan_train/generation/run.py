@@ -80,9 +80,10 @@ def _vocab_size(config: Config, tokenizer: Tokenizer) -> int | None:
     """What sizes the embedding and the head: other tasks have tokens beside those of text."""
     if task_name(config) == "text":
         return tokenizer.vocab_size
-    args: Any = None if ":" in config.model.name else model_args(config.model, vocab_size=None)
-    if isinstance(args, EncoderArgs):
-        return args.vocabulary(tokenizer.vocab_size)
+    if task_name(config) == "vision":
+        args: Any = model_args(config.model, vocab_size=None)
+        if isinstance(args, EncoderArgs):
+            return args.vocabulary(tokenizer.vocab_size)
     return load_task(config).vocab_size(config)
 
 

@@ -11,7 +11,7 @@ from titan_mesh import Mesh
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.data import build_tokenizer, cache_folder
+from titan_train.data import build_tokenizer, cache_folder, check_sources
 from titan_train.files import read_text, write_atomic
 from titan_train.inputs import vocab_size_without_training
 from titan_train.models.arguments import model_args
@@ -60,7 +60,9 @@ class VisionTask(Task):
     def check_inputs(self, config: Config) -> None:
         if config.vision.source == "jsonl":
             list_lines(config.vision.paths)
-        if not config.tokenizer.trains_here:
+        if config.tokenizer.trains_here:
+            check_sources(config.data)  # the tokenizer is trained on them
+        else:
             build_tokenizer(config.tokenizer, config.data)
         check_writable(cache_folder(config.data), "data.cache_dir")
 
