@@ -50,7 +50,7 @@ def cut_for_generation(
     table = merge_tables(model, table_for(model), plan)
     heads = _heads(model, table)
     if torch.device(device).type != "meta":
-        compute_buffers(model, 0)
+        compute_buffers(model, 0, torch.device(device))
     cuts = apply_tensor_parallel(model, group, table=table, sequence_parallel=False, replicate_kv=replicate_kv)
     if torch.device(device).type != "meta":
         # not to_empty: a tied weight would get memory under each name, and a rotary table no values

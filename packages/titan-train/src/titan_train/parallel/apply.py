@@ -192,7 +192,7 @@ def _apply(part: nn.Module, run: _Run, init: InitFn) -> nn.Module:
         head = fuse_head_loss(part, z_loss=config.train.z_loss, vocab_size=run.vocab_size)
 
     if run.tp is not None:
-        compute_buffers(part, config.run.seed)
+        compute_buffers(part, config.run.seed, run.device)
         run.cuts.update(
             apply_tensor_parallel(
                 part, run.tp, table=run.table, sequence_parallel=parallel.sequence_parallel,

@@ -72,6 +72,7 @@ class Scaled(nn.Module):
         self.width, self.num_heads = width, num_heads
         self.qkv, self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(3)), nn.Linear(width, width)
         self.register_buffer("scale", torch.tensor((width // num_heads) ** -0.5), persistent=False)
+        self.again = torch.tensor((width // num_heads) ** -0.5)
         self.register_buffer("order", torch.randperm(64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,12 +84,12 @@ def test_buffers_are_those_of_the_whole_model() -> None:
     with torch.device("meta"):
         whole = nn.Sequential(Scaled(16, 4))
     cut = copy.deepcopy(whole)
-    compute_buffers(cut, 3)
+    compute_buffers(cut, 3, torch.device("cpu"))
     cut[0].num_heads = 2  # as tensor parallelism over two ranks leaves it
     for model in (whole, cut):
         materialize(model, "cpu", init=lambda _fqn, tensor, _generator: tensor.zero_(), seed=3)
     assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), cut.buffers(), strict=True))
-    assert float(cut[0].scale) == 0.5
+    assert float(cut[0].scale) == float(cut[0].again) == 0.5
 
 
 # "kv" is a list, so nothing beside its members counts heads: cut in plain rows, which are whole heads at tp = 2

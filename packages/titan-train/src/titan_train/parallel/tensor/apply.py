@@ -30,8 +30,9 @@ from titan_train.parallel.tensor.float8_linears import gather_in_float8
 from titan_train.parallel.tensor.plan import PlannedModule, plan_tensor_parallel
 
 
-def compute_buffers(model: nn.Module, seed: int) -> None:
-    """Compute what buffers of a user's model hold, on the CPU, if it is on the meta device. `titan_fsdp.materialize` keeps it.
+def compute_buffers(model: nn.Module, seed: int, device: torch.device) -> None:
+    """Compute what buffers and tensor attributes of a user's model hold, if it is on the meta device. `titan_fsdp.materialize`
+    keeps it, and moves buffers to their device.
 
     Before `apply_tensor_parallel`, which leaves each rank its own heads: constructors that compute buffers, such as a scale of
     attention, are run again with the numbers that modules keep.
@@ -39,13 +40,18 @@ def compute_buffers(model: nn.Module, seed: int) -> None:
     Args:
         model: A whole model or a pipeline stage of one. One of this package or of transformers is left as it is.
         seed: Of weights, for buffers that are drawn.
+        device: Where attributes go.
     """
     if is_shipped(model) or traits_of(model).published is not None:
         return
     host = torch.device("cpu")
     for table in meta_tables(model, lambda path: generator_for(path, host, seed).initial_seed()):
         buffers = table.module._buffers
-        buffers.update({leaf: value for leaf, value in table.values.items() if leaf in buffers})
+        for leaf, value in table.values.items():
+            if leaf in buffers:
+                buffers[leaf] = value
+            else:
+                setattr(table.module, leaf, value.to(device))
 
 
 def apply_tensor_parallel(
