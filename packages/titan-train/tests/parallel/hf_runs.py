@@ -6,6 +6,7 @@ from pathlib import Path
 import composition
 import torch
 from hf_folders import make
+from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.train import Trainer
 
@@ -64,6 +65,21 @@ def run(folder, name, tree):
 def run_each(folder, name, trees):
     """The runs of one layout, one after the other on the same ranks."""
     return [run(folder, f"{name}{i}", tree) for i, tree in enumerate(trees)]
+
+
+def references(folder):
+    """Gives what one process computes of configurations by key, each run once and those that are new together."""
+    known = {}
+
+    def results_of(trees):
+        missing = [key for key in trees if key not in known]
+        if missing:
+            asked = [trees[key] for key in missing]
+            (results,) = run_ranks(run_each, 1, folder, "single", asked, init=False, timeout_s=60 + 60 * len(asked))
+            known.update(zip(missing, results, strict=True))
+        return [known[key] for key in trees]
+
+    return results_of
 
 
 def final_weights(results):

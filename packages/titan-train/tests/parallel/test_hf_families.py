@@ -82,18 +82,11 @@ def tree_of(folder, kind, settings):
 
 @pytest.fixture(scope="module")
 def single(folder):
-    known = {}
+    results_of = hf_runs.references(folder)
 
     def references(kinds, settings):
-        masked = "data" not in settings
-        missing = [kind for kind in kinds if (kind, masked) not in known]
-        trees = [tree_of(folder, kind, {} if masked else {"data": settings["data"]}) for kind in missing]
-        if trees:
-            (results,) = run_ranks(
-                hf_runs.run_each, 1, folder, "single", trees, init=False, timeout_s=60 + 60 * len(trees)
-            )
-            known.update(zip([(kind, masked) for kind in missing], results, strict=True))
-        return [known[kind, masked] for kind in kinds]
+        data = {"data": settings["data"]} if "data" in settings else {}
+        return results_of({(kind, not data): tree_of(folder, kind, data) for kind in kinds})
 
     return references
 

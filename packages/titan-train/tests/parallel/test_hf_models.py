@@ -62,23 +62,15 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def single(folder):
-    known = {}
+    results_of = hf_runs.references(folder)
 
     def references(kinds, *, float8, settings=None):
-        keys = [(kind, float8, "data" not in settings_of(kind, settings or {})) for kind in kinds]
-        missing = [key for key in keys if key not in known]
-        trees = [
-            hf_runs.sections(
-                hf_runs.publish(folder, kind), ({} if masked else UNMASKED) | (FLOAT8 if in_float8 else {})
-            )
-            for kind, in_float8, masked in missing
-        ]
-        if trees:
-            (results,) = run_ranks(
-                hf_runs.run_each, 1, folder, "single", trees, init=False, timeout_s=60 + 60 * len(trees)
-            )
-            known.update(zip(missing, results, strict=True))
-        return [known[key] for key in keys]
+        trees = {}
+        for kind in kinds:
+            masked = "data" not in settings_of(kind, settings or {})
+            one = ({} if masked else UNMASKED) | (FLOAT8 if float8 else {})
+            trees[kind, float8, masked] = hf_runs.sections(hf_runs.publish(folder, kind), one)
+        return results_of(trees)
 
     return references
 

@@ -39,19 +39,8 @@ def depth_of(kind):
 
 @pytest.fixture(scope="module")
 def single(folder):
-    known = {}
-
-    def references(kinds):
-        missing = [kind for kind in kinds if kind not in known]
-        trees = [tree_of(folder, kind, {}) for kind in missing]
-        if trees:
-            (results,) = run_ranks(
-                hf_runs.run_each, 1, folder, "single", trees, init=False, timeout_s=60 + 60 * len(trees)
-            )
-            known.update(zip(missing, results, strict=True))
-        return [known[kind] for kind in kinds]
-
-    return references
+    results_of = hf_runs.references(folder)
+    return lambda kinds: results_of({kind: tree_of(folder, kind, {}) for kind in kinds})
 
 
 def tree_of(folder, kind, settings):

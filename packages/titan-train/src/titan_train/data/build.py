@@ -27,7 +27,7 @@ from titan_train.data.shards.prepare import (
 )
 from titan_train.data.shards.token_source import ShardedTokens, TokenSource
 from titan_train.data.sources.chat import conversations_for
-from titan_train.data.sources.documents import list_files
+from titan_train.data.sources.documents import glob_matches, is_glob, list_files
 from titan_train.data.stream.token_stream import TokenStream
 from titan_train.data.tokenizer import cache_of
 from titan_train.tokenizers import ChatTemplate, Tokenizer
@@ -138,17 +138,18 @@ def open_datasets(
     own = {source.name for source in config.validation_sources}
     made = {source.name for source in config.sources if source.kind == "tokens"}
     for name in held_out.keys() - enough.keys():
+        remedy = "Raise data.validation_fraction"
+        if name in own:
+            remedy = "Name more text"
+        elif name in made:
+            remedy = "Prepare its text again with a larger data.validation_fraction, or name data.validation_sources"
         if config.validation_fraction > 0 or name in own:
             _logger.warning(
                 "held-out part of source %r: %d tokens (< %d per sample); skipping it. %s.",
                 name,
                 held_out[name].num_tokens,
                 least[name],
-                "Name more text"
-                if name in own
-                else "Prepare its text again with a larger data.validation_fraction, or name data.validation_sources"
-                if name in made
-                else "Raise data.validation_fraction",
+                remedy,
             )
 
     def packed(
@@ -234,11 +235,10 @@ def _token_folders(source: SourceConfig) -> list[Path]:
     folders: list[Path] = []
     for given in source.paths:
         path = Path(given).expanduser()
-        if path.exists() or not any(mark in given for mark in "*?["):
+        if path.exists() or not is_glob(path):
             folders.append(path)
             continue
-        found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
-        matched = sorted(folder for folder in found if (folder / MANIFEST_NAME).is_file())
+        matched = [folder for folder in glob_matches(path) if (folder / MANIFEST_NAME).is_file()]
         if not matched:
             raise ValueError(
                 f"data.sources[{source.name!r}].paths: {given!r} matches no folder with a {MANIFEST_NAME}, as `titan-train data "

@@ -219,8 +219,7 @@ def _apply(part: nn.Module, run: _Run, init: InitFn) -> nn.Module:
             enable_symmetric_memory(run.tp)
             options = micro_pipeline_options(run.report.fused)
         how: dict[str, Any] = {"split_backward": run.splits_backward, "inductor_options": options}
-        kept = bool(config.parallel.keep_fp32)  # FSDP gathers such modules between graphs
-        if spec.cp == 1 and spec.ep == 1 and not run.ring and not kept and has_whole_graphs(part):
+        if spec.cp == 1 and spec.ep == 1 and not run.ring and has_whole_graphs(part, config.parallel):
             compile_blocks(blocks_of(part), config.compile, activations, whole_graph=True, **how)
         else:
             activations = compile_pieces(part, blocks_of(part), config.compile, activations, **how)

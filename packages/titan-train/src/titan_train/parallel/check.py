@@ -76,7 +76,8 @@ def check_model(
     check_kernels(config, model, tp=spec.tp)
     _check_plan(config, layout, model)
     task.check(config, model)
-    if ":" in config.model.name and "cu_seqlens" in task.keywords:
+    own_text = ":" in config.model.name and "cu_seqlens" in task.keywords
+    if own_text:
         _try_own_forward(config, model, vocab_size, own_loss=own_loss)
     _probe(config, layout, model, task)
     if spec.tp > 1:
@@ -90,7 +91,7 @@ def check_model(
             replicate_kv=parallel.replicate_kv,
             async_tp=parallel.async_tp,
         )
-        if ":" in config.model.name and "cu_seqlens" in task.keywords and parallel.sequence_parallel:
+        if own_text and parallel.sequence_parallel:
             check_dropout(model, table, config.model.seq_len)
     if config.qk_clip.threshold:
         check_qk_clip(

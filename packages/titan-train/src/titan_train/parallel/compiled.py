@@ -14,7 +14,7 @@ from titan_mesh import Layout
 from torch import fx, nn
 from torch._functorch import config as functorch_config
 
-from titan_train.config import ActivationsConfig, CompileConfig, Config
+from titan_train.config import ActivationsConfig, CompileConfig, Config, ParallelConfig
 from titan_train.models.common.delta import has_states
 from titan_train.models.common.moe.routed import expert_stacks
 from titan_train.models.registry import is_shipped
@@ -111,12 +111,14 @@ def check_cudagraphs(config: Config, layout: Layout, model: nn.Module) -> None:
             )
 
 
-def has_whole_graphs(part: nn.Module) -> bool:
+def has_whole_graphs(part: nn.Module, parallel: ParallelConfig) -> bool:
     """Whether each block of ``part`` is known to be one graph: a model of ours, or of a planned family of transformers.
 
-    A block of anybody else's may hold what torch does not capture, such as an `nn.GRU`. States are carried outside of a graph.
+    A block of anybody else's may hold what torch does not capture, such as an `nn.GRU`. States are carried outside of a graph,
+    and FSDP gathers what ``keep_fp32`` names between graphs.
     """
-    return (is_shipped(part) or traits_of(part).plan is not None) and not has_states(part)
+    known = is_shipped(part) or traits_of(part).plan is not None
+    return known and not has_states(part) and not parallel.keep_fp32
 
 
 def compile_blocks(

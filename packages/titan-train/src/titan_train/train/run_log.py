@@ -45,6 +45,7 @@ class RunLog(Observer):
     def __init__(self, config: Config, measure: StepMeasure, *, own_optimizer: bool = False) -> None:
         """With an optimizer of the caller's own, the rate is that of its first group, as it set it."""
         self._config, self._measure, self._own_optimizer = config, measure, own_optimizer
+        self._schedule = check_schedule(config.schedule, config.train.steps)
         self._trackers: list[Tracker] = []
         self._progress: TrainProgress | None = None
         self._before_s = 0.0  # of training in earlier processes
@@ -154,8 +155,7 @@ class RunLog(Observer):
         """``optimizer.lr`` as scheduled; a group may have a scaled one, or none while it is frozen."""
         if self._own_optimizer:
             return info.learning_rates[0]
-        schedule = check_schedule(self._config.schedule, self._config.train.steps)
-        return self._config.optimizer.lr * lr_factor(info.step - 1, **schedule)
+        return self._config.optimizer.lr * lr_factor(info.step - 1, **self._schedule)
 
     def _is_logged(self, step: int) -> bool:
         return is_due(step, self._config.metrics.log_every, self._config.train.steps)

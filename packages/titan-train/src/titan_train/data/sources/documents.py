@@ -116,12 +116,8 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
         found = [p for p in _files_below(path, source) if _plain_suffix(p) in suffixes and p.is_file()]
         found = [p for p in found if p.name != RECORD_NAME]  # of `titan-train data download`
         return sorted((CorpusFile(p, printable(p.relative_to(path).as_posix())) for p in found), key=lambda f: f.name)
-    if any(mark in given for mark in "*?["):
-        root = Path(path.anchor) if path.is_absolute() else Path()
-        pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else str(path)
-        found = sorted(p for p in root.glob(pattern) if p.is_file())
-        if found:
-            return [CorpusFile(p, printable(p.as_posix())) for p in found]
+    if found := [p for p in glob_matches(path) if p.is_file()]:
+        return [CorpusFile(p, printable(p.as_posix())) for p in found]
     if path.exists():
         raise ValueError(
             f"data.sources[{source.name!r}].paths: {given!r} is a pipe or a device, and sources are read several times. Write "
@@ -130,6 +126,16 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
     raise ValueError(
         f"data.sources[{source.name!r}].paths: {given!r} does not exist.{download_hint(given) or _nearest(path)}"
     )
+
+
+def is_glob(path: Path) -> bool:
+    """Whether a path has marks of a pattern."""
+    return any(mark in str(path) for mark in "*?[")
+
+
+def glob_matches(path: Path) -> list[Path]:
+    """What a pattern matches, sorted; nothing where the path is none."""
+    return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if is_glob(path) else []
 
 
 def _files_below(root: Path, source: SourceConfig) -> Iterator[Path]:

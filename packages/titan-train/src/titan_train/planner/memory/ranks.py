@@ -394,8 +394,8 @@ class RankProgram:
         blocks = blocks_of(running)
         compiling = replace(self.config.compile, backend=counting_backend(), mode="default")
         activations = replace(self.config.activations, offload=False)
-        alone = self.experts_group is None and self.layout.spec.cp == 1 and not self.config.parallel.keep_fp32
-        if alone and has_whole_graphs(running):
+        alone = self.experts_group is None and self.layout.spec.cp == 1
+        if alone and has_whole_graphs(running, self.config.parallel):
             compile_blocks(blocks, compiling, activations, whole_graph=False)
         else:
             activations = compile_pieces(running, blocks, compiling, activations)
