@@ -146,6 +146,38 @@ def test_a_run_goes_on_without_the_folder(home: bool, tmp_path: Path, monkeypatc
     assert (again.tokenizer.kind, again.tokenizer.path) == ("hf", str(tmp_path / "r" / "tokenizer"))
 
 
+BEGINS = {
+    "added_tokens": [{"id": 0, "content": "<s>"}, {"id": 1, "content": "[gMASK]"}],
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+    },
+}
+
+
+def test_documents_begin_as_texts_of_the_folders_tokenizer(tmp_path: Path) -> None:
+    init = publish(tmp_path / "m")
+    file = tmp_path / "m" / "tokenizer.json"
+    file.write_text(json.dumps(BEGINS))
+    text = f'[run]\nname = "r"\ndir = "{tmp_path}"\n[model]\ninit = "{init}"\n'
+    config, lines = load(tmp_path, text)
+    assert config.data.add_bos
+    assert "data.add_bos=true" in lines[0]
+    assert not load(tmp_path, text + "[data]\nadd_bos = false\n")[0].data.add_bos  # what the user set stays
+    assert not load(tmp_path, text + '[tokenizer]\nkind = "bytes"\n')[0].data.add_bos
+    assert load_config_again(tmp_path, config) == config
+    (tmp_path / "r" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "r" / "config.toml").write_text(dump_config(config))
+    onward, lines = load(tmp_path, f'[model]\ninit = "run:{tmp_path / "r"}"\n')
+    assert onward.data.add_bos
+    assert "data.add_bos=true" in lines[0]
+    (tmp_path / "m" / "tokenizer_config.json").write_text('{"bos_token": "[gMASK]"}')  # which texts do not begin with
+    assert not load(tmp_path, text)[0].data.add_bos
+    (tmp_path / "m" / "config.json").unlink()
+    assert load(tmp_path, text)[0].data.add_bos  # as this run was started
+
+
 def test_gpt_2_keeps_its_learned_positions(tmp_path: Path) -> None:
     args = find_model("gpt_debug")[1]
     (tmp_path / "m").mkdir()

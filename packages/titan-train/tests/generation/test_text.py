@@ -65,7 +65,7 @@ def test_rows_of_a_batch_give_their_own_texts_and_end_for_their_own_reasons(run:
 
 
 def test_a_prompt_begins_as_documents_do(run: LoadedRun) -> None:
-    begun = replace(run, config=replace(run.config, data=replace(run.config.data, add_bos=True)))
+    begun = replace(run, begin_ids=(run.tokenizer.bos_id,))
     assert encode_prompt(begun, "hi") == [run.tokenizer.bos_id, *encode_prompt(run, "hi")] == [256, *b"hi"]
     assert encode_chat(begun, [{"role": "user", "content": "hi"}])[0] != 256  # a template writes its own
     with pytest.raises(ValueError, match="the prompt is empty"):

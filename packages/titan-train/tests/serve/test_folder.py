@@ -3,6 +3,7 @@
 import pytest
 from titan_train.export.hf_folder import write_tokenizer_files
 from titan_train.export.step_model import SteppedModel
+from titan_train.generation import encode_prompt
 from titan_train.serve.folder import load_served, stop_ids_of
 from titan_train.tokenizers import ChatTemplate, train_sentencepiece
 from titan_train.tokenizers.chat_template import BUILT_IN
@@ -34,12 +35,16 @@ class Steps(SteppedModel):
         raise NotImplementedError
 
 
-def test_an_export_is_served_with_its_chat_template_whatever_its_tokenizer(tmp_path, monkeypatch):
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_an_export_is_served_with_its_chat_template_and_beginning_whatever_its_tokenizer(
+    add_bos, tmp_path, monkeypatch
+):
     tokenizer = train_sentencepiece(["def f(value):\n    return value + other\nclass Thing: pass\n"] * 50, 300)
-    write_tokenizer_files(tmp_path, tokenizer, 64, ChatTemplate.of(tokenizer, BUILT_IN["plain"]))
+    write_tokenizer_files(tmp_path, tokenizer, 64, ChatTemplate.of(tokenizer, BUILT_IN["plain"]), add_bos=add_bos)
     (tmp_path / "model.onnx").touch()
     monkeypatch.setattr("titan_train.serve.folder.load_exported", lambda *_, **__: Steps())
     served = load_served(tmp_path)
     assert served.tokenizer.kind == "sentencepiece"
     assert served.template is not None
     assert served.template.source == BUILT_IN["plain"]
+    assert encode_prompt(served, "def") == [*([tokenizer.bos_id] if add_bos else []), *tokenizer.encode("def")]

@@ -10,6 +10,7 @@ from titan_train.data import build_chat_template, build_tokenizer
 from titan_train.data.sources.chat import Conversations
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, IncrementalDecoder, Tokenizer, load_tokenizer
 from titan_train.tokenizers.chat_template import BUILT_IN
+from titan_train.tokenizers.huggingface import adds_bos, ids_before_text
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
@@ -240,3 +241,37 @@ def test_ids_equal_those_of_transformers(folder):
     for text in HARD:
         given = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert tokenizer.encode(text).tolist() == list(given)
+
+
+@pytest.mark.parametrize(
+    ("single", "settings", "documents"),
+    [
+        ("<|im_start|> $A", {}, True),
+        ("<|im_start|> $A <|endoftext|>", {}, True),
+        ("$A", {}, False),
+        ("$A", {"add_bos_token": True}, False),  # transformers 5 does not read it
+        ("<|im_start|> $A", {"add_bos_token": False}, True),
+        ("<|endoftext|> <|im_start|> $A", {}, False),  # not the token of documents alone
+        (None, {}, False),
+    ],
+)
+def test_a_text_begins_as_with_transformers(single, settings, documents, folder, byte_level):
+    transformers = pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer.from_str(byte_level)
+    level = tokenizers.processors.ByteLevel(trim_offsets=False)
+    special = [(name, number) for number, name in enumerate(SPECIAL)]
+    made.post_processor = level
+    if single is not None:
+        template = tokenizers.processors.TemplateProcessing(single=single, special_tokens=special)
+        made.post_processor = tokenizers.processors.Sequence([level, template])
+    made.no_truncation()
+    made.no_padding()
+    (folder / "tokenizer.json").write_text(made.to_str())
+    bos = {"__type": "AddedToken", "content": "<|im_start|>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": "<|endoftext|>", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(shutil.copytree(folder, folder / "copy")))
+    plain, begun = theirs("a b", add_special_tokens=False)["input_ids"], theirs("a b")["input_ids"]
+    before = ids_before_text(folder)
+    assert begun[: len(before) + len(plain)] == before + plain
+    assert adds_bos(folder) == documents == (before == [1])

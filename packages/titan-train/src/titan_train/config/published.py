@@ -50,7 +50,8 @@ def with_published(tree: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return tree, ""  # refused with the model, by the same message
     taken = _arguments(model, published, init)
     kind = {} if TOKENIZER in _strings(model.get("init_changes")) else _tokenizer(tokenizer, folder_of(init))
-    return _merged(tree, taken, kind), _line(init, taken, kind)
+    begun = bool(kind) and _begins_documents(folder_of(init)) and _free_to_begin(tree)
+    return _merged(tree, taken, kind, begun), _line(init, taken, kind, begun)
 
 
 def split_start(start: str) -> tuple[Path, str]:
@@ -125,7 +126,8 @@ def _from_run(
     free = not tokenizer.get("path") and tokenizer.get("kind", "sentencepiece") == "sentencepiece"
     if saved.is_dir() and free and TOKENIZER not in changes:
         kind = {"kind": str(ids.get("kind", ""))} | ({} if ids.get("kind") == "bytes" else {"path": str(saved)})
-    return _merged(tree, taken, kind), _line(init, taken, kind)
+    begun = bool(kind) and _began(started) and _free_to_begin(tree)
+    return _merged(tree, taken, kind, begun), _line(init, taken, kind, begun)
 
 
 def _arguments(model: Mapping[str, Any], published: Mapping[str, Any], init: str) -> dict[str, Any]:
@@ -168,6 +170,27 @@ def _tokenizer(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
     return published_tokenizer(folder)
 
 
+def _begins_documents(folder: Path) -> bool:
+    """Whether the folder's tokenizer begins texts with a special token: the model has hardly seen one without."""
+    from titan_train.tokenizers.huggingface import adds_bos
+
+    try:
+        return adds_bos(folder)
+    except (ValueError, LookupError, TypeError, AttributeError, OSError):  # refused with the tokenizer, by name
+        return False
+
+
+def _began(started: Mapping[str, Any]) -> bool:
+    """Whether documents of a run began with a special token."""
+    return (_table(started, "data") or {}).get("add_bos") is True
+
+
+def _free_to_begin(tree: Mapping[str, Any]) -> bool:
+    """Whether the user has left open with what documents begin."""
+    data = _table(tree, "data")
+    return data is not None and "add_bos" not in data
+
+
 def _as_started(
     tree: dict[str, Any], model: Mapping[str, Any], tokenizer: Mapping[str, Any], init: str
 ) -> tuple[dict[str, Any], str]:
@@ -185,22 +208,28 @@ def _as_started(
     kind = {"kind": ids["kind"], "path": ids["path"]} if not tokenizer.get("path") else {}
     if kind and (run_dir / "tokenizer").is_dir():
         kind["path"] = str(run_dir / "tokenizer")
-    return _merged(tree, taken, kind), ""
+    return _merged(tree, taken, kind, bool(kind) and _began(started) and _free_to_begin(tree)), ""
 
 
-def _merged(tree: dict[str, Any], taken: Mapping[str, Any], kind: Mapping[str, str]) -> dict[str, Any]:
+def _merged(tree: dict[str, Any], taken: Mapping[str, Any], kind: Mapping[str, str], begun: bool) -> dict[str, Any]:
     model = dict(tree["model"])
     if "args" in taken:
         model["args"] = {**taken["args"], **model.get("args", {})}
     if "name" in taken:
         model["name"] = taken["name"]
-    return {**tree, "model": model, **({"tokenizer": {**tree.get("tokenizer", {}), **kind}} if kind else {})}
+    tree = {**tree, "model": model}
+    if kind:
+        tree["tokenizer"] = {**tree.get("tokenizer", {}), **kind}
+    if begun:
+        tree["data"] = {**tree.get("data", {}), "add_bos": True}
+    return tree
 
 
-def _line(init: str, taken: Mapping[str, Any], kind: Mapping[str, str]) -> str:
+def _line(init: str, taken: Mapping[str, Any], kind: Mapping[str, str], begun: bool) -> str:
     parts = [f"model.name={taken['name']}"] if "name" in taken else []
     parts += [f"model.args.{key}={value}" for key, value in taken.get("args", {}).items()]
     parts += [f"tokenizer.{key}={value}" for key, value in kind.items()]
+    parts += ["data.add_bos=true"] if begun else []
     return f"{init} sets {', '.join(parts)}" if parts else ""
 
 

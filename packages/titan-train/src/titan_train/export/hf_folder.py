@@ -31,7 +31,7 @@ from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.tasks.vision.processor import processor_files
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from titan_train.tokenizers.chat_template import answer_stops
-from titan_train.tokenizers.huggingface import TEMPLATE_NAME
+from titan_train.tokenizers.huggingface import TEMPLATE_NAME, ids_before_text
 
 ExportDtype = Literal["fp32", "bf16", "fp16", "float8"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
@@ -140,6 +140,12 @@ def write_tokenizer_files(
         write_atomic(folder / TEMPLATE_NAME, template.source)
     if isinstance(tokenizer, HfTokenizer):
         tokenizer.save(folder)  # the files that it came from
+        begins, began = ids_before_text(folder), [tokenizer.bos_id] if add_bos else []
+        if begins != began:
+            _logger.warning(
+                "the exported tokenizer begins texts with the ids %s, and documents of the run began with %s (data.add_bos): "
+                "encode texts without special tokens, and begin them as the run did", begins, began,
+            )  # fmt: skip
         return
     text = tokenizer_json(tokenizer, add_bos=add_bos)
     if text is None:

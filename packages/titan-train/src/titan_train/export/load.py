@@ -8,6 +8,7 @@ from titan_train.export.gate import Exported
 from titan_train.export.tokenizer_json import folder_ids, folder_text
 from titan_train.files import refuse_link_out
 from titan_train.terminal import first_line
+from titan_train.tokenizers.huggingface import ids_before_text
 from titan_train.trust import admit_machine_code
 from titan_train.trust.owner import raised_in
 
@@ -104,7 +105,7 @@ def read_exported(folder: Path) -> Exported:
 
 
 def continue_text(exported: Exported, folder: Path, prompt: str, max_new_tokens: int) -> str:
-    """The greedy continuation of a text by an exported model, up to the end-of-text token.
+    """The greedy continuation of a text by an exported model, up to the end-of-text token, behind what its tokenizer begins with.
 
     Args:
         exported: The loaded folder.
@@ -122,5 +123,5 @@ def continue_text(exported: Exported, folder: Path, prompt: str, max_new_tokens:
                 f"{folder} has no tokenizer.json that turns the prompt into ids, or the tokenizers library is not "
                 "installed: install titan-train[hf]."
             )
-        found = exported.greedy(ids, max_new_tokens)
+        found = exported.greedy([*ids_before_text(folder), *ids], max_new_tokens)
         return folder_text(folder, found)

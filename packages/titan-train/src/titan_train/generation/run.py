@@ -13,6 +13,7 @@ from titan_ckpt.steps.listing import open_steps
 from torch import nn
 
 from titan_train.config import Config
+from titan_train.data.sources.encoding import begin_ids
 from titan_train.generation.text import LoadedRun
 from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
@@ -56,6 +57,7 @@ def load_run(
     admit_run_code(run_dir, config.model.name, trust=trust_code, paths=code)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, template = load_saved_tokenizer(run_dir, config)
+    begin = tuple(begin_ids(config.data, tokenizer))
     built_on = device if group is None else "meta"
     vocab_size = _vocab_size(config, tokenizer)
     model = build_model(config.model, vocab_size=vocab_size, device=built_on).requires_grad_(False)
@@ -68,12 +70,12 @@ def load_run(
             model, group, device=device, plan=parallel.tp_plan, replicate_kv=parallel.replicate_kv
         )
     if torch.device(device).type == "meta":
-        return LoadedRun(config, model.eval(), tokenizer, saved_step(run_dir, step), template)
+        return LoadedRun(config, model.eval(), tokenizer, saved_step(run_dir, step), template, begin_ids=begin)
     ranks = group or one_rank()
     with Checkpointer(run_dir / "checkpoints", group=ranks) as checkpointer:
         state = TrainState(model=model, rng=False, shards=shards)
         found = restore_averaged(checkpointer, state, config, step, ranks)
-    return LoadedRun(config, model.eval(), tokenizer, found, template)
+    return LoadedRun(config, model.eval(), tokenizer, found, template, begin_ids=begin)
 
 
 def _vocab_size(config: Config, tokenizer: Tokenizer) -> int | None:

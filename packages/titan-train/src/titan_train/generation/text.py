@@ -36,6 +36,8 @@ class LoadedRun:
     """Writes conversations; None if the run has no chat template."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a text besides the tokenizer's end-of-text token."""
+    begin_ids: tuple[int, ...] = ()
+    """Tokens that a text to continue begins with; a conversation begins as its template has it."""
 
     def stream(
         self, prompt: str, *, max_new_tokens: int = 200, sampling: Sampling = _DEFAULT, seed: int = 0
@@ -135,7 +137,7 @@ def stream_text(
 
 
 def encode_prompt(run: LoadedRun, prompt: str) -> list[int]:
-    """Token ids of a text to continue, begun as documents of the run are (``data.add_bos``).
+    """Token ids of a text to continue, behind those that each begins with.
 
     Raises:
         ValueError: It is empty.
@@ -143,8 +145,7 @@ def encode_prompt(run: LoadedRun, prompt: str) -> list[int]:
     ids = run.tokenizer.encode(prompt).tolist()
     if not ids:
         raise ValueError("the prompt is empty: give at least one character to continue.")
-    bos = run.tokenizer.bos_id if run.config.data.add_bos else None
-    return ids if bos is None else [bos, *ids]
+    return [*run.begin_ids, *ids]
 
 
 def encode_chat(run: LoadedRun, messages: Sequence[dict[str, Any]]) -> list[int]:

@@ -21,7 +21,7 @@ from titan_train.export.step_model import SteppedModel
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, load_run
 from titan_train.tokenizers import ChatTemplate, load_tokenizer
-from titan_train.tokenizers.huggingface import TEMPLATE_NAME
+from titan_train.tokenizers.huggingface import TEMPLATE_NAME, ids_before_text
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
@@ -57,14 +57,14 @@ def load_served(
     if not found:
         raise ValueError(f"{folder} has no tokenizer that can be read. Copy tokenizer.json into it.")
     with using(folder):
-        stop_ids = stop_ids_of(folder)
+        stop_ids, begin = stop_ids_of(folder), tuple(ids_before_text(folder))
         tokenizer = load_tokenizer(found["path"])
         model = _of_transformers(exported) if isinstance(exported, HfModel) else _of_steps(exported)
         file = folder / TEMPLATE_NAME
         template = ChatTemplate.of(tokenizer, read_text(file) if file.is_file() else "")
     config = parse_config({"run": {"name": folder.resolve().name}, "model": {"seq_len": model.max_seq_len or 2048}})
     written = getattr(exported, "description", {}).get("step", 0)
-    return LoadedRun(config, model.eval(), tokenizer, written, template, stop_ids)
+    return LoadedRun(config, model.eval(), tokenizer, written, template, stop_ids, begin)
 
 
 def stop_ids_of(folder: Path) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import numpy as np
 
 from titan_train.config import Config
+from titan_train.data.sources.encoding import begin_ids
 from titan_train.files import write_atomic
 from titan_train.inputs import Inputs, check_inputs, open_inputs, prepare_inputs, vocab_size_without_training
 from titan_train.task import Task, TaskInputs
@@ -109,8 +110,7 @@ class TextInputs(Inputs):
         asked = config.validation
         prompts: list[tuple[int, ...]] = []
         if asked.sample_tokens and inputs.validation is not None and asked.every:
-            bos = inputs.tokenizer.bos_id if config.data.add_bos else None
-            before = [] if bos is None else [bos]
+            before = begin_ids(config.data, inputs.tokenizer)
             texts = [[*before, *inputs.tokenizer.encode(text)] for text in asked.prompts] or _beginnings(inputs)
             prompts = [tuple(int(token) for token in ids) for ids in texts if len(ids)]
         values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}

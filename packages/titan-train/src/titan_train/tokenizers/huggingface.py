@@ -239,9 +239,7 @@ class HfTokenizer:
         return save_tokenizer(folder, description, files)
 
     def _special(self, key: str, given: str, usual: Sequence[str]) -> int | None:
-        configured = self.config.get(key)
-        if isinstance(configured, Mapping):  # an AddedToken, written as an object
-            configured = cast("Mapping[str, Any]", configured).get("content")
+        configured = _content(self.config.get(key))
         for where, name in ((f"tokenizer.{key}", given), (f"tokenizer_config.json's {key}", configured)):
             if not name:
                 continue
@@ -267,6 +265,51 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, not a JSON object. Copy the file again.")
     return cast("dict[str, Any]", content)
+
+
+def ids_before_text(folder: Path) -> list[int]:
+    """Ids that the ``tokenizer.json`` of a folder puts before a text; transformers 5 reads no other file for it.
+
+    Raises:
+        ValueError: A file holds no JSON object.
+    """
+    return _begin(folder)[0] if (folder / TOKENIZER_JSON).is_file() else []
+
+
+def adds_bos(folder: Path) -> bool:
+    """Whether the files of a folder put the token that begins documents, and no other, before a text.
+
+    Raises:
+        ValueError: As of `ids_before_text`.
+    """
+    if not (folder / TOKENIZER_JSON).is_file():
+        return False
+    before, bos = _begin(folder)
+    return before == [bos]
+
+
+def _begin(folder: Path) -> tuple[list[int], int | None]:
+    """What `ids_before_text` gives, and the token that begins documents."""
+    settings = folder / TOKENIZER_CONFIG
+    content, config = read_json(folder / TOKENIZER_JSON), read_json(settings) if settings.is_file() else {}
+    added = {str(token["content"]): int(token["id"]) for token in content.get("added_tokens", [])}
+    named = _content(config.get("bos_token"))
+    bos = next((added[name] for name in ([named] if named else _USUAL_BOS) if name in added), None)
+    found: list[int] = []
+    post = content.get("post_processor") or {}
+    for processor in post.get("processors", [post]):
+        if processor.get("type") != "TemplateProcessing":
+            continue
+        for part in processor["single"]:
+            if "SpecialToken" not in part:
+                break
+            found += processor["special_tokens"][part["SpecialToken"]["id"]]["ids"]
+    return found, bos
+
+
+def _content(token: Any) -> Any:
+    """The text of a token, also of an AddedToken, which is written as an object."""
+    return cast("Mapping[str, Any]", token).get("content") if isinstance(token, Mapping) else token
 
 
 def _embeddings(folder: Path) -> int | None:

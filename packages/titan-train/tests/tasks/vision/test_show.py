@@ -52,10 +52,11 @@ def seen(folder):
     return run
 
 
-def test_the_first_token_is_the_likeliest_of_training_and_depends_on_the_image(seen, tmp_path):
-    args = seen.model.args
+@pytest.mark.parametrize("begin", [(), (256,)])
+def test_the_first_token_is_the_likeliest_of_training_and_depends_on_the_image(begin, seen, tmp_path):
+    args, seen = seen.model.args, replace(seen, begin_ids=begin)
     data = ShapeQuestions(8, args)
-    batches = ImageTextBatches(data, seen.tokenizer, args, seq_len=64, seed=0, part="train", threads=1)
+    batches = ImageTextBatches(data, seen.tokenizer, args, seq_len=64, seed=0, part="train", threads=1, begin=begin)
     greedy = Sampling(temperature=0.0)
     told = []
     for item in range(4):
@@ -68,6 +69,7 @@ def test_the_first_token_is_the_likeliest_of_training_and_depends_on_the_image(s
         with images_shown(seen, [tmp_path / f"{item}.png"], [prompt]) as ids:
             row = batch.inputs[0][0, : first + 1].tolist()
             assert ids == [row]
+            assert tuple(row[: len(begin)]) == begin
             found = seen.model(torch.tensor([row]))[0, -1]
             pieces = list(stream_text(seen, ids, max_new_tokens=3, sampling=greedy))
         assert (found - logits[first]).abs().max() <= 1e-4 * logits[first].abs().max()  # other lengths, other sums

@@ -78,24 +78,35 @@ def _batches(items: Iterable[Item | Document]) -> Iterator[list[Item | Document]
         yield batch
 
 
+def begin_ids(config: DataConfig, tokenizer: Tokenizer) -> list[int]:
+    """The ids that documents of text, and prompts to continue, begin with (``data.add_bos``).
+
+    Raises:
+        ValueError: ``config`` asks for a beginning-of-document token that the tokenizer lacks.
+    """
+    if not config.add_bos:
+        return []
+    if tokenizer.bos_id is None:
+        raise ValueError(
+            f"data.add_bos=true, but the {tokenizer.kind} tokenizer has no beginning-of-document token. "
+            "Set add_bos=false, or use a tokenizer that has one."
+        )
+    return [tokenizer.bos_id]
+
+
 class DocumentTokens:
     """The tokens stored for a document: its ids between those that begin and end it; a chat template writes its own.
 
     Raises:
-        ValueError: If ``config`` asks for a beginning-of-document token that the tokenizer lacks.
+        ValueError: As of `begin_ids`.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, chats: Conversations | None) -> None:
-        if config.add_bos and tokenizer.bos_id is None:
-            raise ValueError(
-                f"data.add_bos=true, but the {tokenizer.kind} tokenizer has no beginning-of-document token. "
-                "Set add_bos=false, or use a tokenizer that has one."
-            )
+        before = begin_ids(config, tokenizer)
         self.vocab_size = tokenizer.vocab_size * (1 if chats is None else 2)
         """Bound of the stored ids: those of a chat that are not learned have the tokenizer's size added."""
         self._before, self._after = (
-            [np.array([token], dtype=np.int32)] if chats is None and wanted else []
-            for token, wanted in ((tokenizer.bos_id, config.add_bos), (tokenizer.eos_id, True))
+            [np.array(ids, dtype=np.int32)] if chats is None and ids else [] for ids in (before, [tokenizer.eos_id])
         )
 
     def of(self, ids: TokenArray) -> list[TokenArray]:

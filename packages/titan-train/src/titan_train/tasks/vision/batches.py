@@ -43,6 +43,7 @@ class ImageTextBatches(BatchSource):
         seed: int,
         part: Literal["train", "validation"],
         threads: int,
+        begin: Sequence[int] = (),
     ) -> None:
         """Pack the rows.
 
@@ -54,12 +55,13 @@ class ImageTextBatches(BatchSource):
             seed: Of the order.
             part: Validation takes rows in order.
             threads: That decode images.
+            begin: Ids that every document begins with.
 
         Raises:
             ValueError: There is no document, or one is longer than a row.
         """
         self.seed, self.seq_len, self.tokenizer = seed, seq_len, tokenizer.fingerprint
-        self.items, self.merge = items, args.merge
+        self.items, self.merge, self._begin = items, args.merge, begin
         self._tokenizer, self._args, self._part = tokenizer, args, part
         lengths = [self._length(item) for item in range(len(items))]
         if not lengths:
@@ -71,7 +73,14 @@ class ImageTextBatches(BatchSource):
     @property
     def fingerprint(self) -> str:
         """Hash of the documents and of what changes rows."""
-        content = [self.items.fingerprint, self.seq_len, self._part, self._args.image_token, self._args.patch]
+        content = [
+            self.items.fingerprint,
+            self.seq_len,
+            self._part,
+            self._args.image_token,
+            self._args.patch,
+            *self._begin,
+        ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def row_of(self, sample: int) -> list[int]:
@@ -103,13 +112,15 @@ class ImageTextBatches(BatchSource):
         return layout.batch(pixels, grids, self._args, samples_consumed)
 
     def document(self, item: int) -> ImageTextDocument:
-        return write_document(self._tokenizer, self._args, self.items.grids(item), *self.items.texts(item))
+        grids, texts = self.items.grids(item), self.items.texts(item)
+        return write_document(self._tokenizer, self._args, grids, *texts, begin=self._begin)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _length(self, item: int) -> int:
-        length = document_length(self._tokenizer, self._args, self.items.grids(item), *self.items.texts(item))
+        grids, texts = self.items.grids(item), self.items.texts(item)
+        length = document_length(self._tokenizer, self._args, grids, *texts, begin=self._begin)
         if length > self.seq_len:
             raise ValueError(
                 f"{self.items.name(item)} takes {length} tokens with its images, and a row has model.seq_len={self.seq_len}: "

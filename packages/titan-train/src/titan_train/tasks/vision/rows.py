@@ -2,7 +2,8 @@
 
 A document is images, a prompt and an answer. It is never cut: rows are packed once, by lengths alone, and a document that no
 row can hold is refused. Images stand before the prompt, each between two special tokens, as many tokens as
-`titan_train.models.vision_language.encoder.image_tokens` counts. Only the answer is learned.
+`titan_train.models.vision_language.encoder.image_tokens` counts; with ``data.add_bos`` that token comes first. Only the answer
+is learned.
 """
 
 from collections.abc import Sequence
@@ -70,9 +71,15 @@ class ImageTextDocument:
 
 
 def write_document(
-    tokenizer: Tokenizer, args: EncoderArgs, grids: Sequence[Grid], prompt: str, answer: str | None
+    tokenizer: Tokenizer,
+    args: EncoderArgs,
+    grids: Sequence[Grid],
+    prompt: str,
+    answer: str | None,
+    *,
+    begin: Sequence[int] = (),
 ) -> ImageTextDocument:
-    """The tokens of images, prompt and answer; ``answer`` None ends after the prompt, for generation."""
+    """The tokens of images, prompt and answer behind ``begin``; ``answer`` None ends after the prompt, for generation."""
     tokens: list[int] = []
     image: list[int] = []
     positions: list[IntArray] = []
@@ -85,6 +92,7 @@ def write_document(
         positions.append(np.repeat(np.arange(place, place + len(ids))[:, None], 3, axis=1))
         place += len(ids)
 
+    text(begin)
     for rows, columns in grids:
         text([args.image_start_token])
         count = image_tokens(rows, columns, args.merge)
@@ -106,10 +114,18 @@ def write_document(
     return ImageTextDocument(np.array(tokens), learned, where, np.array(image))
 
 
-def document_length(tokenizer: Tokenizer, args: EncoderArgs, grids: Sequence[Grid], prompt: str, answer: str) -> int:
+def document_length(
+    tokenizer: Tokenizer,
+    args: EncoderArgs,
+    grids: Sequence[Grid],
+    prompt: str,
+    answer: str,
+    *,
+    begin: Sequence[int] = (),
+) -> int:
     """Places of a row that a document takes: all tokens but the last, which is only predicted."""
     images = sum(image_tokens(*grid, args.merge) + 2 for grid in grids)
-    return images + len(tokenizer.encode(prompt)) + len(tokenizer.encode(answer))
+    return len(begin) + images + len(tokenizer.encode(prompt)) + len(tokenizer.encode(answer))
 
 
 def pack_rows(lengths: Sequence[int], seq_len: int) -> list[list[int]]:

@@ -45,7 +45,9 @@ def images_shown(run: LoadedRun, images: Sequence[Path], prompts: Sequence[str])
             "vision-language model."
         )
     patches, grids = _patches(run, model.args, images)
-    documents = [write_document(run.tokenizer, model.args, grids, prompt, None) for prompt in prompts]
+    documents = [
+        write_document(run.tokenizer, model.args, grids, prompt, None, begin=run.begin_ids) for prompt in prompts
+    ]
     device = next(model.parameters()).device
     places, bounds = patch_places(grids * len(prompts), model.args.merge)
     keywords: dict[str, Any] = {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from titan_train.config import Config
 from titan_train.data import build_tokenizer, cache_folder, check_sources
+from titan_train.data.sources.encoding import begin_ids
 from titan_train.files import read_text, write_atomic
 from titan_train.inputs import vocab_size_without_training
 from titan_train.models.arguments import model_args
@@ -53,7 +54,7 @@ class VisionTask(Task):
     def prepare(self, config: Config, *, quiet: bool = False) -> None:
         """Make the tokenizer, and index the images of JSONL files."""
         args = _args(config)
-        build_tokenizer(config.tokenizer, config.data)
+        begin_ids(config.data, build_tokenizer(config.tokenizer, config.data))
         if config.vision.source == "jsonl":
             prepare_index(config, args, again=True)
 
@@ -63,7 +64,7 @@ class VisionTask(Task):
         if config.tokenizer.trains_here:
             check_sources(config.data)  # the tokenizer is trained on them
         else:
-            build_tokenizer(config.tokenizer, config.data)
+            begin_ids(config.data, build_tokenizer(config.tokenizer, config.data))
         check_writable(cache_folder(config.data), "data.cache_dir")
 
     def vocab_size(self, config: Config) -> int | None:
@@ -143,6 +144,7 @@ class VisionInputs(TaskInputs):
         train, held_out, self._index = _documents(config, args)
         options: dict[str, Any] = {
             "seq_len": config.model.seq_len, "seed": config.run.seed, "threads": vision.threads,
+            "begin": begin_ids(config.data, self.tokenizer),
         }  # fmt: skip
         self.train = ImageTextBatches(train, self.tokenizer, args, part="train", **options)
         self._held_out = None
