@@ -166,6 +166,8 @@ def test_documents_begin_as_texts_of_the_folders_tokenizer(tmp_path: Path) -> No
     assert "data.add_bos=true" in lines[0]
     assert not load(tmp_path, text + "[data]\nadd_bos = false\n")[0].data.add_bos  # what the user set stays
     assert not load(tmp_path, text + '[tokenizer]\nkind = "bytes"\n')[0].data.add_bos
+    for path, same in ((file, True), (file.parent, True), (tmp_path / "other", False)):
+        assert load(tmp_path, text + f'[tokenizer]\nkind = "hf"\npath = "{path}"\n')[0].data.add_bos == same
     assert load_config_again(tmp_path, config) == config
     (tmp_path / "r" / "tokenizer").mkdir(parents=True)
     (tmp_path / "r" / "config.toml").write_text(dump_config(config))

@@ -49,8 +49,9 @@ def with_published(tree: dict[str, Any]) -> tuple[dict[str, Any], str]:
     except ValueError:
         return tree, ""  # refused with the model, by the same message
     taken = _arguments(model, published, init)
-    kind = {} if TOKENIZER in _strings(model.get("init_changes")) else _tokenizer(tokenizer, folder_of(init))
-    begun = bool(kind) and _begins_documents(folder_of(init)) and _free_to_begin(tree)
+    folder = folder_of(init)
+    kind = {} if TOKENIZER in _strings(model.get("init_changes")) else _tokenizer(tokenizer, folder)
+    begun = bool(kind or _is_named(tokenizer, folder)) and _begins_documents(folder) and _free_to_begin(tree)
     return _merged(tree, taken, kind, begun), _line(init, taken, kind, begun)
 
 
@@ -168,6 +169,15 @@ def _tokenizer(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
     if given.get("path") or given.get("kind", "sentencepiece") not in ("sentencepiece", "hf"):
         return {}
     return published_tokenizer(folder)
+
+
+def _is_named(given: Mapping[str, Any], folder: Path) -> bool:
+    """Whether the user named the folder's own tokenizer."""
+    path = given.get("path")
+    if given.get("kind") != "hf" or not isinstance(path, str) or not path:
+        return False
+    named = local_path(path).resolve()
+    return folder.resolve() in (named, named.parent)
 
 
 def _begins_documents(folder: Path) -> bool:
