@@ -164,7 +164,10 @@ def test_special_tokens_that_the_model_has_no_embedding_for_are_left_out(folder,
     (folder / "tokenizer.json").write_text(made.to_str())
     bare = HfTokenizer.from_folder(folder)
     (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": size}}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "pad_token": "<image_soft_token>"}))
     tokenizer = HfTokenizer.from_folder(folder)
+    assert tokenizer.pad_id is None
     template = ChatTemplate(BUILT_IN["chatml"], {}, tokenizer.special_ids)
     for one in (tokenizer, load_tokenizer(tokenizer.save(tmp_path / "saved"))):
         assert one.vocab_size == size

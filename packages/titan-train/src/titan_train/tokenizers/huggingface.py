@@ -241,7 +241,7 @@ class HfTokenizer:
     def _special(self, key: str, given: str, usual: Sequence[str]) -> int | None:
         configured = _content(self.config.get(key))
         for where, name in ((f"tokenizer.{key}", given), (f"tokenizer_config.json's {key}", configured)):
-            if not name:
+            if not name or (key == "pad_token" and name not in self._vocab):  # rows are filled without it
                 continue
             if name not in self._vocab:
                 raise ValueError(
