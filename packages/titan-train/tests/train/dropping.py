@@ -39,13 +39,25 @@ class Dropping(nn.Module):
         return self.unembed(x)
 
 
-class Ending(nn.Module):
-    """Drops out what its feed-forward returns, inside of it."""
+class ByFunction(nn.Module):
+    """Calls the function."""
 
-    def __init__(self, vocab_size, width=32, rate=0.25):
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x):
+        return nn.functional.dropout(x, self.rate, self.training)
+
+
+class Ending(nn.Module):
+    """Drops out what its feed-forward returns, inside of it: by a module, or by a function."""
+
+    def __init__(self, vocab_size, width=32, rate=0.25, function=False):
         super().__init__()
         self.words, self.unembed = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
-        self.mlp = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width, bias=False), nn.Dropout(rate))
+        last = ByFunction(rate) if function else nn.Dropout(rate)
+        self.mlp = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width, bias=False), last)
 
     def forward(self, tokens):
         x = self.words(tokens)

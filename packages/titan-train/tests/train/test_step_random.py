@@ -138,6 +138,7 @@ ENDING = {"words": "embedding", "mlp.0": "colwise", "mlp.2": "rowwise", "unembed
 REGION = {"mlp": "region"} | ENDING
 
 
+@pytest.mark.parametrize("function", [False, True])
 @pytest.mark.parametrize(
     ("table", "whole", "rate", "refused"),
     [
@@ -147,9 +148,11 @@ REGION = {"mlp": "region"} | ENDING
         (ENDING, False, 0.25, False),
     ],
 )
-def test_dropout_of_the_summands_of_ranks_that_draw_for_themselves_is_refused(folder, table, whole, rate, refused):
+def test_dropout_of_the_summands_of_ranks_that_draw_for_themselves_is_refused(
+    folder, table, whole, rate, refused, function
+):
     parallel = {"tp": 2, "tp_plan": table, "sequence_parallel": not whole}
-    config = dropping(folder, "ending", "Ending", args={"rate": rate}, parallel=parallel)
+    config = dropping(folder, "ending", "Ending", args={"rate": rate, "function": function}, parallel=parallel)
     plan, model = plan_run(config, 2), build_model(config.model, vocab_size=259)
     with (
         pytest.raises(ValueError, match="the module 'mlp' of style 'region' ends in a dropout")

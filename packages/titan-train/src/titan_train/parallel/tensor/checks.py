@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.tensor.plan import plan_tensor_parallel
@@ -54,29 +55,39 @@ def check_tensor_parallel(
         raise ValueError(ASYNC_WITHOUT_SEQUENCE_PARALLEL.format(tp=tp))
 
 
+class _Dropped(TorchFunctionMode):
+    """Keeps what every dropout with a rate above 0 gives, also where it is a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given: dict[str, Any] = kwargs or {}
+        result = func(*args, **given)
+        if func is nn.functional.dropout and given.get("p") and given.get("training"):
+            self.found.append(result)
+        return result
+
+
 def check_dropout(model: nn.Module, table: StyleTable, seq_len: int) -> None:
     """Refuse a user's region that returns what a dropout gives, under sequence parallelism: its ranks draw other masks, for
     summands of the same tokens. A forward on the meta device tells; where that fails, nothing is known.
     """
-    dropped: list[Tensor] = []
+    dropped = _Dropped()
     regions: list[str] = []
-
-    def note(_module: nn.Module, _args: Any, output: Any) -> None:
-        dropped.append(output)
 
     def look(name: str) -> Any:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             first = output[0] if isinstance(output, tuple) else output
-            if any(first is other for other in dropped):
+            if any(first is other for other in dropped.found):
                 regions.append(name)
 
         return after
 
-    with ExitStack() as hooks, suppress(Exception), torch.no_grad():
+    with ExitStack() as hooks, suppress(Exception), torch.no_grad(), dropped:
         for name, module in model.named_modules():
-            if isinstance(module, nn.Dropout) and module.p > 0:
-                hooks.enter_context(module.register_forward_hook(note))
-            elif style_of(name, table) == "region":
+            if style_of(name, table) == "region":
                 hooks.enter_context(module.register_forward_hook(look(name)))
         model(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
     if regions:
