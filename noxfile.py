@@ -84,7 +84,8 @@ def ranges(session: nox.Session, package: str, end: str) -> None:
 
 @nox.session(default=False)
 def slow(session: nox.Session) -> None:
-    """All slow tests: full counts of what the default run samples. `-- --shard 3/8` runs the third of eight equal parts.
+    """Slow tests: full counts of what the default run samples; of the matrix, which has a session of its own, a larger sample.
+    `-- --shard 3/8` runs the third of eight equal parts.
 
     Parts are cut by recorded durations, so `-- --record`, which runs nothing, comes after the last of them.
     """
@@ -103,7 +104,7 @@ def slow(session: nox.Session) -> None:
     _sync(session, "test", "--all-packages", "--all-extras")
     # one test at a time to each worker, not one file: a file may hold a quarter of all
     session.run(
-        "pytest", "-q", "--slow", "-m", "slow", "-n", "2", "--dist", "worksteal", "--splits", parts, "--group", part,
+        "pytest", "-q", "--slow", "-m", "slow and not matrix", "-n", "2", "--dist", "worksteal", "--splits", parts, "--group", part,
         "--splitting-algorithm", "least_duration", "--durations-path", str(DURATIONS),
         "-o", "junit_family=xunit1", f"--junitxml={reports / f'{part}_of_{parts}.xml'}",
         *(others or ["packages", "testing", "tests"]), env=TEST_ENV, success_codes=[0, 5],

@@ -16,6 +16,7 @@ PATIENT = {
     "RAY_raylet_start_wait_time_s": str(_START_S),
     "RAY_agent_register_timeout_ms": str(1000 * _START_S),
     "RAY_worker_register_timeout_seconds": str(_START_S),
+    "RAY_worker_niceness": "0",  # at Ray's 15, beside other tests, they get no processor for minutes
 }
 """In the environment of whatever starts a node."""
 

@@ -106,6 +106,30 @@ def combinations():
                 yield model, names
 
 
+def sampled():
+    """Fewer of them: each pair of settings stands in one of any model, and each setting in one of each model; all that must not
+    start. Fewest ranks first where two cover as much.
+    """
+    rows = [*combinations()]
+    facts = {row: _facts(*row) for row in rows}
+    missing = set().union(*facts.values())
+    chosen = [row for row in rows if refusal_of(row[1])]
+    while missing:
+        best = max(rows, key=lambda row: (len(facts[row] & missing) / ranks_of(row[1]), -len(row[1])))
+        missing -= facts[best]
+        chosen.append(best)
+    return chosen
+
+
+def _facts(model, names):
+    """What a combination shows: pairs, those without float8 by those without it; and what works with the model."""
+    if refusal_of(names):
+        return frozenset()
+    pairs = {frozenset(pair) for pair in itertools.combinations(names, 2)}
+    shown = {pair for pair in pairs if "float8" in pair} if "float8" in names else pairs
+    return frozenset(shown | {(model, name) for name in names})
+
+
 def _covering(model):
     """Combinations on at most 8 ranks that hold all pairs, chosen greedily; those that must not start, by themselves.
 

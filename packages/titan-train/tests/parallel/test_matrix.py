@@ -11,7 +11,7 @@ import dataclasses
 import composition
 import pytest
 from composition_check import compare, failures
-from composition_matrix import ALL_FIVE, FAST, MOE, combinations, ranks_of, refusal_of, sections_of
+from composition_matrix import ALL_FIVE, FAST, MOE, combinations, ranks_of, refusal_of, sampled, sections_of
 from titan_testing import run_ranks
 
 
@@ -60,10 +60,17 @@ def test_a_combination_gives_the_loss_and_gradients_of_one_process(model, names,
     check(model, names, folder, single, record_property)
 
 
+SAMPLED = sampled()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(700)  # eight ranks that compile
 @pytest.mark.parametrize(
-    ("model", "names"), list(combinations()), ids=lambda value: value if isinstance(value, str) else " x ".join(value)
+    ("model", "names"),
+    [
+        pytest.param(*row, id=f"{row[0]}-{' x '.join(row[1])}", marks=[] if row in SAMPLED else [pytest.mark.matrix])
+        for row in combinations()
+    ],
 )
 def test_every_combination_gives_the_loss_and_gradients_of_one_process(model, names, folder, single, record_property):
     check(model, names, folder, single, record_property, timeout_s=600)
