@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -291,6 +292,24 @@ def test_parameters_that_thaw_are_no_spike(folder):
         trainer.fit()
         lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert not [line for line in lines if line["kind"] == "step" and line["skipped"]]
+
+
+@pytest.mark.parametrize("changes", ["freeze", "global_batch", "seq_len"])
+def test_norms_of_other_parameters_or_another_batch_are_not_what_is_usual(folder, changes):
+    def configuration(**values):
+        train = {"steps": 4, "global_batch": 4, "freeze": [r"^tok_"]}
+        return configured(
+            folder, f"norms-{changes}", spikes={"sigma": 8.0, "window": 3}, checkpoint={"allow_data_change": True},
+            model={"seq_len": values.pop("seq_len", 32)}, train=train | values,
+        )  # fmt: skip
+
+    with Trainer(configuration()) as trainer:
+        trainer.fit(until=3)
+        trainer.save()
+    with Trainer(configuration()) as trainer:
+        assert trainer._spikes.limit < math.inf
+    with Trainer(configuration(**{changes: {"freeze": [], "global_batch": 2, "seq_len": 16}[changes]})) as trainer:
+        assert (trainer.step, trainer._spikes.limit) == (3, math.inf)
 
 
 def test_an_average_that_is_not_there_is_no_other_weights(folder):

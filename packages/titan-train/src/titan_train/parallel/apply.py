@@ -99,6 +99,7 @@ def build_parallel_model(
 
     depth = len(mtp_of(whole) or ())
     names = parameter_names(whole)
+    trained = [name for name, parameter in fsdp.named_parameters(whole) if parameter.requires_grad]
     report = Report(count_parameters(whole), flops_per_token(whole, config.model.seq_len))
     if overlaps_by_compiler(config.parallel, config.compile, device):
         report.fused = FusedProducts()
@@ -130,6 +131,7 @@ def build_parallel_model(
         parts=parts,
         cuts=run.cuts,
         names=names,
+        trained=trained,
         experts={name: layer.args.num_experts for name, layer in moe_layers(whole)},
         task=task,
         loss=loss,

@@ -47,6 +47,8 @@ class ParallelModel:
     """Which box of each parameter is here, where tensor or expert parallelism cut it."""
     names: ParameterNames
     """Of all parameters of the whole model."""
+    trained: Sequence[str]
+    """The names of those that train, apart from ``optimizer.frozen_steps``; the same on every rank."""
     experts: Mapping[str, int]
     """Experts of each mixture-of-experts layer of the whole model, by the layer's name."""
     task: Task

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 _CONFIGURED = "lr", "weight_decay", "frozen"
 """The configuration's settings in the groups of a program's own optimizer, which may keep running values in the others."""
 _COMPRESSION, _SPIKES, _REWINDS, _BEST = "compression", "gradient_norms", "rewinds", "best_validation"
+_SPIKES_OF = "gradient_norms_of"
 
 
 class Checkpoints:
@@ -66,7 +69,13 @@ class Checkpoints:
         self._run, self._scheduler, self._inputs = run, scheduler, inputs
         self._best = best
         self._rank_state = RankState(
-            loader, config.checkpoint.allow_data_change, run.model.parts, spikes, best, lr=config.optimizer.lr
+            loader,
+            config.checkpoint.allow_data_change,
+            run.model.parts,
+            spikes,
+            best,
+            lr=config.optimizer.lr,
+            norms_of=(config.model.seq_len, _digest(run.model.trained, dict(config.optimizer.frozen_steps))),
         )
         keep_last = config.checkpoint.keep_last or None  # 0 keeps all; another rule would delete what it does not name
         self.checkpointer = Checkpointer(
@@ -109,7 +118,12 @@ class Checkpoints:
 
     def _branch(self, start: str) -> int:
         """Take the whole state of another run's step."""
+        from titan_train.train.warm_start import check_saved_settings
+
         folder, step = find_start(start, "checkpoint.start_from")
+        model = self._run.config.model
+        whole = build_model(model, vocab_size=self._inputs.vocab_size, device="meta")
+        check_saved_settings(f"checkpoint.start_from={start!r}", folder, whole, model, None)
         checkpoints = Checkpointer(folder / "checkpoints", ranks_per_node=_ranks_per_node())
         with checkpoints as theirs, self._dtypes_by_name(theirs, step):
             theirs.restore(self._state(), step)
@@ -243,6 +257,10 @@ class Checkpoints:
         return {tied.get(name, name): shard for name, shard in _local_shards(self._run.model).items()}
 
 
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
 def _ranks_per_node() -> int | None:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
 
@@ -271,7 +289,10 @@ class RankState:
         best: BestValidation,
         *,
         lr: float = 0.0,
+        norms_of: Sequence[Any] = (),
     ) -> None:
+        """``norms_of``: what gradients' norms are of, besides the sequences of a step; plain values."""
+        self._norms_of = norms_of
         self._loader, self._spikes, self._best, self._lr = loader, spikes, best, lr
         self._allow_change = allow_change
         self._hooks = [hook for part in parts if (hook := fsdp.gradient_compression(part)) is not None]
@@ -285,7 +306,7 @@ class RankState:
         """Plain data, and the tensors of compression."""
         state: dict[str, Any] = dict(self._loader.state_dict())
         if norms := self._spikes.state_dict():
-            state[_SPIKES] = norms
+            state[_SPIKES], state[_SPIKES_OF] = norms, self._measured()
         if self._spikes.rewinds:
             state[_REWINDS] = [self._spikes.rewinds, self._spikes.worst, self._lr, self._spikes.sigma]
         if self._best.step:
@@ -294,19 +315,26 @@ class RankState:
             state[_COMPRESSION] = [hook.state_dict() for hook in self._hooks]
         return state
 
+    def _measured(self) -> list[Any]:
+        """What the norms are of, where the data stands: others say nothing about what is usual."""
+        return [self._loader.global_batch, *self._norms_of]
+
     def forget_rewinds(self) -> None:
         """Count afresh how often the run goes back."""
         self._spikes.rewinds = self._spikes.worst = 0
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Continue on as many ranks."""
-        own = _COMPRESSION, _SPIKES, _REWINDS, _BEST
+        own = _COMPRESSION, _SPIKES, _SPIKES_OF, _REWINDS, _BEST
         position = {key: value for key, value in state.items() if key not in own}
-        self._spikes.load_state_dict(state.get(_SPIKES, []))
         rewinds, worst, *settings = state.get(_REWINDS, (0, 0))
         if settings == [self._lr, self._spikes.sigma]:  # with others it is another try
             self._spikes.rewinds, self._spikes.worst = rewinds, worst
         self._loader.load_state_dict(position, allow_data_change=self._allow_change)
+        usual = state.get(_SPIKES_OF) in (None, self._measured())  # None: an older version's
+        if not usual and self._spikes.sigma:
+            log.warning("the last gradients' norms are of other parameters or another batch: spikes.window begins anew")
+        self._spikes.load_state_dict(state.get(_SPIKES, []) if usual else [])
         if _BEST in state:
             self._best.load_state_dict(state[_BEST])
         saved: list[dict[str, Any]] = state.get(_COMPRESSION, [])
