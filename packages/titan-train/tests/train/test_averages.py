@@ -261,6 +261,18 @@ def test_after_going_back_the_best_checkpoint_is_one_that_stays(folder, monkeypa
     assert (trainer.run_dir / "set_aside" / "001-after-4" / "step-00000006").is_dir()
 
 
+def test_after_going_back_patience_begins_anew(folder, monkeypatch):
+    losses = iter([1.0, 2.0, 2.0, 2.0, 2.0, 2.0])  # of steps 2, 4, 6, and 6, 8, 9
+    config = spiking(folder, "patience", validation={"every": 2, "patience": 4})
+    with Trainer(config, callbacks=[Spike()]) as trainer:
+        validated = partial(ValidationRecord, bits_per_byte=None, tokens=1)
+        monkeypatch.setattr(
+            trainer, "_measure_held_out", lambda: (validated(step=trainer.step, loss=next(losses)), None)
+        )
+        trainer.fit()
+        assert (trainer.step, trainer._best.step, trainer._best.exhausted) == (9, 2, False)
+
+
 def test_after_a_resume_at_an_older_step_the_best_checkpoint_is_one_that_is_there(folder, monkeypatch):
     losses = {1: 2.5, 2: 2.6, 3: 2.7, 4: 2.0, 5: 2.8}
     config = configured(

@@ -157,6 +157,9 @@ class Checkpoints:
         self._drop_average()
         if self._run.config.checkpoint.keep_best:
             self._set_best_aside(found)
+        else:  # validations of the steps that are left do not count
+            best = self._best
+            best.go_back(found, (best.loss, best.step) if 0 < best.step <= found else None)
         return found
 
     def _set_best_aside(self, step: int) -> None:
