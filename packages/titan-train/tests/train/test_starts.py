@@ -18,6 +18,12 @@ from titan_train.run_folder import checkpoint_folders, find_start, resolve_start
 from titan_train.train import Trainer
 from titan_train.train.best import BestValidation
 
+SAME_SHAPES = {
+    "name": "llama3_small",
+    "args": {"dim": 64, "num_layers": 2, "num_heads": 4, "ffn_dim": 192, "tied_embeddings": False},
+}
+"""Another shipped model whose tensors are those of llama3_debug; its rotary base is another."""
+
 
 def configure(folder, name, **sections):
     folder = Path(folder)
@@ -113,6 +119,12 @@ def test_check_refuses_a_branch_that_its_parent_does_not_fit_in_the_words_of_run
     for sections, said in (
         ({"model": deeper}, "parent@4' holds another model, llama3_debug: "),
         ({"model": {"args": {"ffn_dim": 64}}}, "parent@4' holds a model of other sizes: "),
+        (
+            {"model": {"args": {"rope_theta": 3e4}}},
+            "rope_theta=30000.0 should be 20000.0. The weights would give other",
+        ),
+        ({"model": SAME_SHAPES}, "rope_theta=10000.0 should be 20000.0. The weights would give other"),
+        ({"model": {"args": {"rope_theta": 20_000.0, "norm_eps": 1e-5}}}, ""),  # the default, written
         ({"optimizer": {"name": "sgd"}}, "holds the state of 'adamw', which 'sgd' cannot use"),
         ({"run": {"seed": 8}}, "seed was 7 when the state was saved and is 8 now"),
         ({"model": {"seq_len": 8}}, "seq_len was 16 when the state was saved and is 8 now"),
@@ -149,12 +161,15 @@ def test_weights_of_another_run_start_a_run_of_its_own(folder, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(fresh, weights, strict=True))
 
     for args, words in (
-        ({}, "rope_theta=the default should be 20000.0"),
-        ({"rope_theta": 20_000.0, "dim": 32}, "has shape .* there and .* here"),
-        ({"rope_theta": 20_000.0, "num_layers": 1}, "are unexpected"),
+        ({"args": {}}, "rope_theta=500000.0 should be 20000.0"),
+        ({"args": {"rope_theta": 20_000.0, "dim": 32}}, "has shape .* there and .* here"),
+        ({"args": {"rope_theta": 20_000.0, "num_layers": 1}}, "are unexpected"),
+        (SAME_SHAPES, "rope_theta=10000.0 should be 20000.0.*name them in model.init_changes"),
     ):
         with pytest.raises(ValueError, match=words):
-            train(configure(folder, "refused", model={"init": f"run:{parent}", "args": args}), until=1)
+            train(configure(folder, "refused", model={"init": f"run:{parent}", **args}), until=1)
+    written = {"args": {"rope_theta": 20_000.0, "norm_eps": 1e-5}}  # the default
+    assert train(configure(folder, "written", model={"init": f"run:{parent}@4", **written}), until=1)[0] == 0
 
 
 def test_the_best_validation_is_kept_and_patience_ends_a_run(folder):

@@ -215,6 +215,38 @@ def test_a_run_of_a_folder_with_other_arguments_is_refused_by_name(tmp_path: Pat
     check({}, again)
 
 
+def test_own_modules_are_compared_by_their_arguments_with_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from titan_train.config import dump_config
+    from titan_train.train.warm_start import check_saved_settings
+    from titan_train.trust import use_code
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "")
+    lines = (
+        "class Scaled(nn.Module):",
+        "    def __init__(self, scale: float = 1.0, sizes=[1, 2]):",
+        "        super().__init__()",
+    )
+    (tmp_path / "scaled_by.py").write_text("\n".join(("from torch import nn", *lines)))
+    use_code([str(tmp_path)])
+    (tmp_path / "run").mkdir()
+    name = "scaled_by:Scaled"
+    parent = parse_config({"model": {"name": name, "args": {"scale": 2.0}}})
+    (tmp_path / "run/config.toml").write_text(dump_config(parent))
+
+    def check(args: dict[str, Any], changes: tuple[str, ...] | None = None) -> None:
+        ours = ModelConfig(name=name, args=args)
+        check_saved_settings("asked", tmp_path / "run", build_model(ours, vocab_size=None), ours, changes)
+
+    check({"scale": 2.0, "sizes": (1, 2)})
+    check({"scale": 3.0}, ("scale",))
+    with pytest.raises(ValueError, match=r"scale=1.0 should be 2.0.*model.init='run:DIR@STEP'"):
+        check({})
+
+
 def test_a_head_with_a_bias_takes_new_tokens(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     sys.path.insert(0, str(PARALLEL))

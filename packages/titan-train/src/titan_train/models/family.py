@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from titan_train.models.common.tensor_styles import StyleTable
@@ -75,6 +75,10 @@ class Family:
                 "returns a titan_train.models.shape.ModelShape, or estimate a shipped model of similar shape."
             )
         return state(name or self.name)
+
+    def settings(self, args: Any) -> dict[str, Any]:
+        """The arguments that decide the logits, in one spelling; all of them, where the family has no Hugging Face format."""
+        return asdict(args) if self.hf is None else self.load_hf().settings_of(args)
 
     def load_hf(self) -> Any:
         """The family's Hugging Face format.

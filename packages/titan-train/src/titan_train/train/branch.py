@@ -1,8 +1,8 @@
 """What a branch takes of its parent, `checkpoint.start_from`: compared before any rank starts, from the checkpoint's index alone.
 
-A branch continues the parent's weights, optimizer and data position, so all three must fit: the same tensors, the same kind of
-optimizer, and the same samples in the same order. The ranks restore them, and refuse by the same rules what was not here to be
-compared: data that is not prepared yet.
+A branch continues the parent's weights, optimizer and data position, so all three must fit: the same tensors and arguments,
+the same kind of optimizer, and the same samples in the same order. The ranks restore them, and refuse by the same rules what
+was not here to be compared: data that is not prepared yet.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from titan_train.optim import plan_groups
 from titan_train.optim.build import check_kinds, check_saved_weights, kind_of, saved_kind
 from titan_train.run_folder import checkpoint_folders, find_start
 from titan_train.task import Task, TaskInputs
-from titan_train.train.warm_start import check_saved_model
+from titan_train.train.warm_start import check_saved_model, check_saved_settings
 
 
 def check_branch(config: Config, whole: nn.Module, task: Task) -> None:
@@ -34,8 +34,10 @@ def check_branch(config: Config, whole: nn.Module, task: Task) -> None:
     start = config.checkpoint.start_from
     folder, step = find_start(start, "checkpoint.start_from")
     reader = StepReader(checkpoint_folders(folder)[step])
-    check_saved_model(f"checkpoint.start_from={start!r}", folder, reader, whole)
-    check_saved_weights(reader, whole, f"checkpoint.start_from={start!r}")
+    asked = f"checkpoint.start_from={start!r}"
+    check_saved_model(asked, folder, reader, whole)
+    check_saved_settings(asked, folder, whole, config.model, None)
+    check_saved_weights(reader, whole, asked)
     saved: dict[str, set[str]] = {}
     for key in reader.index.tensors["optim"]:
         fqn, _, name = key.partition("/")

@@ -7,6 +7,7 @@ its own parameters and one slice. A run's checkpoint is read as a resume reads i
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -22,13 +23,15 @@ from torch import nn
 from titan_train.config.model import ModelConfig
 from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
+from titan_train.models.arguments import model_args
 from titan_train.models.hf.folder import PREFIX, folder_of, read_published, split_depth, with_changes
 from titan_train.models.hf.names import as_files_have, unread
 from titan_train.models.hf.plan import HFPlan
-from titan_train.models.registry import family_of
+from titan_train.models.registry import family_of, find_model
 from titan_train.models.traits import traits_of
 from titan_train.parallel.tied import parameter_names, tied_to_first
 from titan_train.run_folder import checkpoint_folders, find_start, read_config
+from titan_train.trust.factory import import_factory
 from titan_train.values import did_you_mean
 
 
@@ -57,7 +60,14 @@ def check_init(init: str, whole: nn.Module, config: ModelConfig) -> tuple[Path, 
     published = read_published(init, key="model.init")
     hf = family.load_hf()
     args: Any = whole.args
-    _compare(init, hf.settings_of(hf.args_from(published)), hf.settings_of(args), config.init_changes)
+    what = "its config.json describes another model"
+    _compare(
+        f"model.init={init!r}",
+        what,
+        family.settings(hf.args_from(published)),
+        family.settings(args),
+        config.init_changes,
+    )
     key_map: KeyMap = hf.names(args)
     views = SafetensorsReader(folder).views()
     if config.name.startswith(PREFIX):
@@ -115,12 +125,9 @@ def check_run_init(init: str, whole: nn.Module, config: ModelConfig) -> tuple[Pa
             another shape.
     """
     folder, step = find_start(init, "model.init")
-    check_saved_model(f"model.init={init!r}", folder, StepReader(checkpoint_folders(folder)[step]), whole)
-    their_config = read_config(folder).model
-    if their_config.name.startswith(PREFIX) and config.name.startswith(PREFIX):
-        _compare_published(init, their_config, whole, config)
-    elif their_config.name == config.name:
-        _compare_args(init, their_config, config)
+    asked = f"model.init={init!r}"
+    check_saved_model(asked, folder, StepReader(checkpoint_folders(folder)[step]), whole)
+    check_saved_settings(asked, folder, whole, config, config.init_changes)
     return folder, step
 
 
@@ -157,53 +164,86 @@ def check_saved_model(asked: str, folder: Path, reader: StepReader, whole: nn.Mo
         )
 
 
-def _compare_args(init: str, theirs: ModelConfig, ours: ModelConfig) -> None:
-    """Refuse other arguments of the same model: names and shapes do not show a rotary base or a window."""
-    changed = [key for key in {*theirs.args, *ours.args} if theirs.args.get(key) != ours.args.get(key)]
-    differing = sorted(key for key in changed if key not in ours.init_changes)
-    if differing:
-        lines = "; ".join(f"{key}={_shown(ours.args, key)} should be {_shown(theirs.args, key)}" for key in differing)
-        raise ValueError(
-            f"model.init={init!r}: that run's model has other arguments: {lines}. The weights would give other logits. Set these "
-            "under [model.args]; or, for continued training with others, name them in model.init_changes."
-        )
+def check_saved_settings(
+    asked: str, folder: Path, whole: nn.Module, ours: ModelConfig, changes: Sequence[str] | None
+) -> None:
+    """Whether a run's model computes what ours does with the same weights: a rotary base or a window shows in no shape.
+
+    A module of the user's own is compared with another such module only.
+
+    Args:
+        asked: The setting that names the run, and its value, for the messages.
+        folder: Its folder.
+        whole: Our whole model, with tensors as the run's, on any device.
+        ours: Its configuration.
+        changes: Arguments that may differ; None where none may.
+
+    Raises:
+        ValueError: The models have other arguments, each with its defaults filled in.
+    """
+    theirs = read_config(folder).model
+    if _kind(theirs.name) != _kind(ours.name):
+        return
+    there, here = _settings(theirs, whole, ours), _settings(ours, whole, ours)
+    if "vocab_size" in here:  # decided by the tokenizer too, and the shapes are the same
+        there = {**there, "vocab_size": here["vocab_size"]}
+    _compare(asked, "that run's model is another one", there, here, changes, also={*theirs.args, *ours.args})
 
 
-def _compare_published(init: str, theirs: ModelConfig, whole: nn.Module, ours: ModelConfig) -> None:
-    """Refuse other settings of a model of transformers, whichever folders describe the two."""
-    family = family_of(whole)
+def _kind(name: str) -> str:
+    return PREFIX if name.startswith(PREFIX) else "own" if ":" in name else "shipped"
+
+
+def _settings(config: ModelConfig, whole: nn.Module, ours: ModelConfig) -> dict[str, Any]:
+    """The arguments that decide the logits of ``config``'s model, which is of the kind of ours: ``whole``."""
+    if _kind(config.name) == "own":
+        return _given(config, ours)
+    if _kind(config.name) == "shipped":
+        return find_model(config.name)[0].settings(model_args(config, vocab_size=None))
+    family, args = family_of(whole), cast("Any", whole.args)
     assert family is not None
-    hf = family.load_hf()
-    _, changes = split_depth(theirs.name, theirs.args)
-    published = read_published(theirs.name)
-    args: Any = whole.args
-    known = args.kind.from_dict(copy.deepcopy(published)).to_dict()
-    described = with_changes(published, changes, known=known)
-    _compare(init, hf.settings_of(hf.args_from(described)), hf.settings_of(args), ours.init_changes)
+    if config is not ours:
+        _, changes = split_depth(config.name, config.args)
+        published = read_published(config.name)
+        known = args.kind.from_dict(copy.deepcopy(published)).to_dict()
+        args = family.load_hf().args_from(with_changes(published, changes, known=known))
+    return family.settings(args) | ({"lora_alpha": config.lora_alpha} if config.lora_rank else {})
 
 
-def _shown(args: Mapping[str, Any], key: str) -> str:
-    return repr(args[key]) if key in args else "the default"
+def _given(config: ModelConfig, ours: ModelConfig) -> dict[str, Any]:
+    """The arguments of a user's callable; those that are not given are the defaults of ours."""
+    parameters = inspect.signature(import_factory(ours.name)).parameters.values()
+    defaults = {held.name: held.default for held in parameters if held.default is not held.empty}
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in {**defaults, **config.args}.items()}
 
 
-def _compare(init: str, published: Mapping[str, object], model: Mapping[str, object], changes: Sequence[str]) -> None:
+def _compare(
+    asked: str,
+    what: str,
+    published: Mapping[str, object],
+    model: Mapping[str, object],
+    changes: Sequence[str] | None,
+    also: Collection[str] = (),
+) -> None:
+    """Refuse settings that differ and are not in ``changes``, which may name those of ``also`` too."""
     known = {**published, **model}
-    changes = [name.partition(".")[0] for name in changes if name != TOKENIZER]
-    for name in changes:
-        if name not in known:
+    allowed = [name.partition(".")[0] for name in changes or () if name != TOKENIZER]
+    for name in allowed:
+        if name not in known and name not in also:
             raise ValueError(
                 f"model.init_changes: this model has no argument {name!r}. {did_you_mean(name, known)}They are "
                 f"{', '.join(sorted(known))}."
             )
-    differing = {name for name in known if name not in changes and published.get(name) != model.get(name)}
+    differing = {name for name in known if name not in allowed and published.get(name) != model.get(name)}
     if differing:
         lines = "; ".join(f"{name}={model.get(name)!r} should be {published.get(name)!r}" for name in sorted(differing))
-        what = (
-            "that run's model is another one" if init.startswith("run:") else "its config.json describes another model"
+        otherwise = (
+            "to train on with others, take the weights alone: model.init='run:DIR@STEP', with their names in model.init_changes."
+            if changes is None
+            else "or, for continued training with others, name them in model.init_changes."
         )
         raise ValueError(
-            f"model.init={init!r}: {what}: {lines}. The weights would give other logits. "
-            "Set these values under [model.args]; or, for continued training with others, name them in model.init_changes."
+            f"{asked}: {what}: {lines}. The weights would give other logits. Set these values under [model.args]; {otherwise}"
         )
 
 

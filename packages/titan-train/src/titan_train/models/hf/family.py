@@ -73,6 +73,10 @@ class HFFamily(Family):
 
     format: HuggingFace
 
+    def settings(self, args: HFModelArgs) -> dict[str, Any]:
+        """The fields that decide the logits, with every default filled in."""
+        return self.format.settings_of(args)
+
     def load_hf(self) -> HuggingFace:
         """Its format: names come from the model, everything else from ``config.json``."""
         return self.format
