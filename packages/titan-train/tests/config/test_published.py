@@ -1,6 +1,7 @@
 """`model.init = "hf:DIR"` sets what config.json and the tokenizer's files decide, and keeps what the user set."""
 
 import json
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -165,19 +166,57 @@ def test_documents_begin_as_texts_of_the_folders_tokenizer(tmp_path: Path) -> No
     assert config.data.add_bos
     assert "data.add_bos=true" in lines[0]
     assert not load(tmp_path, text + "[data]\nadd_bos = false\n")[0].data.add_bos  # what the user set stays
-    assert not load(tmp_path, text + '[tokenizer]\nkind = "bytes"\n')[0].data.add_bos
-    for path, same in ((file, True), (file.parent, True), (tmp_path / "other", False)):
-        assert load(tmp_path, text + f'[tokenizer]\nkind = "hf"\npath = "{path}"\n')[0].data.add_bos == same
+    changes = 'init_changes = ["tokenizer"]\n'
+    assert not load(tmp_path, f'{text}{changes}[tokenizer]\nkind = "bytes"\n')[0].data.add_bos
+    ranks = f'kind = "tiktoken"\npath = "{tmp_path / "m" / "original" / "tokenizer.model"}"'  # the same ids otherwise
+    for section in (f'kind = "hf"\npath = "{file}"', f'kind = "hf"\npath = "{file.parent}"', ranks):
+        assert load(tmp_path, f"{text}[tokenizer]\n{section}\n")[0].data.add_bos
+        assert load(tmp_path, f"{text}{changes}[tokenizer]\n{section}\n")[0].data.add_bos == (section != ranks)
     assert load_config_again(tmp_path, config) == config
     (tmp_path / "r" / "tokenizer").mkdir(parents=True)
     (tmp_path / "r" / "config.toml").write_text(dump_config(config))
     onward, lines = load(tmp_path, f'[model]\ninit = "run:{tmp_path / "r"}"\n')
     assert onward.data.add_bos
+    assert load(tmp_path, f'[model]\ninit = "run:{tmp_path / "r"}"\n[tokenizer]\n{ranks}\n')[0].data.add_bos
     assert "data.add_bos=true" in lines[0]
     (tmp_path / "m" / "tokenizer_config.json").write_text('{"bos_token": "[gMASK]"}')  # which texts do not begin with
     assert not load(tmp_path, text)[0].data.add_bos
     (tmp_path / "m" / "config.json").unlink()
     assert load(tmp_path, text)[0].data.add_bos  # as this run was started
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_run_goes_on_as_its_documents_began(began: bool, tmp_path: Path) -> None:
+    init = publish(tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps({} if began else BEGINS))  # now says otherwise
+    text = f'[run]\nname = "r"\ndir = "{tmp_path}"\n[model]\ninit = "{init}"\n'
+    before, _ = load(tmp_path, f"{text}[data]\nadd_bos = {str(began).lower()}\n")
+    step = tmp_path / "r" / "checkpoints" / "step-000000010"
+    step.mkdir(parents=True)
+    (tmp_path / "r" / "config.toml").write_text(dump_config(before))
+    assert load(tmp_path, text)[0].data.add_bos != began  # nothing to go on from
+    (step / "MANIFEST.json").write_text("{}")
+    assert load(tmp_path, text)[0].data.add_bos == began
+    assert load(tmp_path, f"{text}[data]\nadd_bos = {str(not began).lower()}\n")[0].data.add_bos != began
+
+
+@pytest.mark.parametrize("kind", ["hf", "bytes"])
+def test_a_tokenizer_that_was_named_is_the_runs_copy_once_its_folder_has_gone(kind: str, tmp_path: Path) -> None:
+    init, path = publish(tmp_path / "m"), tmp_path / "m" if kind == "hf" else ""
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(BEGINS))
+    changes = 'init_changes = ["tokenizer"]\n' if kind == "bytes" else ""
+    text = f'[run]\nname = "r"\ndir = "{tmp_path}"\n[model]\ninit = "{init}"\n{changes}'
+    text += f'[tokenizer]\nkind = "{kind}"\npath = "{path}"\n'
+    config, _ = load(tmp_path, text)
+    (tmp_path / "r" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "r" / "config.toml").write_text(dump_config(config))
+    (tmp_path / "m" / "config.json").unlink()
+    assert load(tmp_path, text)[0].tokenizer == config.tokenizer
+    shutil.rmtree(tmp_path / "m")
+    again, _ = load(tmp_path, text)
+    kept = str(tmp_path / "r" / "tokenizer") if kind == "hf" else ""
+    assert (again.tokenizer.kind, again.tokenizer.path) == (kind, kept)
+    assert again.data.add_bos == config.data.add_bos == (kind == "hf")
 
 
 def test_gpt_2_keeps_its_learned_positions(tmp_path: Path) -> None:

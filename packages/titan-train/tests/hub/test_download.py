@@ -242,6 +242,11 @@ def test_named_chat_templates_belong_to_the_tokenizer():
     assert choose_model_files(named, ["tokenizer"], []) == sorted(named[:2], key=lambda file: file.name)
 
 
+@pytest.mark.parametrize("name", ["tekken.json", "tiktoken.model", "qwen.tiktoken"])
+def test_a_vocabulary_by_another_name_is_the_tokenizer_too(name):
+    assert choose_model_files(files(name, "config.json"), ["tokenizer"], []) == files(name)
+
+
 def test_weights_only_as_pickles_and_empty_repositories_are_refused():
     with pytest.raises(ValueError, match=r"only as pytorch_model.bin.*--only tokenizer"):
         choose_model_files(files("config.json", "pytorch_model.bin"), ["weights"], [])

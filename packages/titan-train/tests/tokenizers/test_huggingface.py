@@ -169,7 +169,9 @@ def test_special_tokens_that_the_model_has_no_embedding_for_are_left_out(folder,
     tokenizer = HfTokenizer.from_folder(folder)
     assert tokenizer.pad_id is None
     template = ChatTemplate(BUILT_IN["chatml"], {}, tokenizer.special_ids)
-    for one in (tokenizer, load_tokenizer(tokenizer.save(tmp_path / "saved"))):
+    saved = tokenizer.save(tmp_path / "saved")
+    resumed = build_tokenizer(TokenizerConfig(kind="hf", path=str(saved)), DataConfig())
+    for one in (tokenizer, load_tokenizer(saved), resumed):
         assert one.vocab_size == size
         assert one.fingerprint == tokenizer.fingerprint != bare.fingerprint
         assert "<image_soft_token>" not in one.special_ids

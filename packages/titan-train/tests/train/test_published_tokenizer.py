@@ -12,7 +12,7 @@ from titan_train.train.published_tokenizer import check_tokenizer, difference
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
 
-def write(folder: Path, *, merges: int = 3, special: tuple[str, ...] = ("<|endoftext|>",)) -> Path:
+def write(folder: Path, *, merges: int = 3, special: tuple[str, ...] = ("<|endoftext|>",), end: int = 0) -> Path:
     """A byte-level BPE of 256 bytes, a few merges and special tokens."""
     from titan_train.tokenizers.byte import BYTE_OF_CHARACTER
 
@@ -26,7 +26,7 @@ def write(folder: Path, *, merges: int = 3, special: tuple[str, ...] = ("<|endof
     library.add_special_tokens(list(special))
     folder.mkdir()
     library.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": special[0]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": special[end]}))
     return folder
 
 
@@ -78,6 +78,27 @@ def test_a_larger_vocabulary_passes_where_new_tokens_are_asked_for(tmp_path: Pat
     assert "261 ids here and 260 there" in difference(large, small)
     assert difference(large, small, larger=True) == ""
     assert difference(small, large, larger=True)
+
+
+def test_a_chat_models_end_of_text_is_another_choice_of_the_same_ids(tmp_path: Path) -> None:
+    special = ("<|end_of_text|>", "<|eot_id|>")
+    base, chat = write(tmp_path / "base", special=special), write(tmp_path / "chat", special=special, end=1)
+    assert HfTokenizer.from_folder(base).eos_id != HfTokenizer.from_folder(chat).eos_id
+    check_tokenizer(config(base, named(chat)))
+    moved = write(tmp_path / "moved", special=special[::-1])
+    with pytest.raises(ValueError, match="the special token"):
+        check_tokenizer(config(base, named(moved)))
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "tiktoken.model", "vocab.json"])
+def test_a_vocabulary_trained_anew_is_refused_where_the_folders_is_of_a_kind_not_read(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match="no tokenizer that is read here"):
+        check_tokenizer(config(tmp_path, {}))
+    check_tokenizer(config(tmp_path, {}, init_changes=["tokenizer"]))
+    check_tokenizer(config(tmp_path, {}, name="flux_tiny"))  # which reads no ids
 
 
 def test_a_folder_without_a_tokenizer_is_not_compared(tmp_path: Path) -> None:

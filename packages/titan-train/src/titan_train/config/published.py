@@ -50,8 +50,9 @@ def with_published(tree: dict[str, Any]) -> tuple[dict[str, Any], str]:
         return tree, ""  # refused with the model, by the same message
     taken = _arguments(model, published, init)
     folder = folder_of(init)
-    kind = {} if TOKENIZER in _strings(model.get("init_changes")) else _tokenizer(tokenizer, folder)
-    begun = bool(kind or _is_named(tokenizer, folder)) and _begins_documents(folder) and _free_to_begin(tree)
+    same = TOKENIZER not in _strings(model.get("init_changes"))
+    kind = _tokenizer(tokenizer, folder) if same else {}
+    begun = _begins(tree, init, (same or _is_named(tokenizer, folder)) and _begins_documents(folder))
     return _merged(tree, taken, kind, begun), _line(init, taken, kind, begun)
 
 
@@ -127,7 +128,7 @@ def _from_run(
     free = not tokenizer.get("path") and tokenizer.get("kind", "sentencepiece") == "sentencepiece"
     if saved.is_dir() and free and TOKENIZER not in changes:
         kind = {"kind": str(ids.get("kind", ""))} | ({} if ids.get("kind") == "bytes" else {"path": str(saved)})
-    begun = bool(kind) and _began(started) and _free_to_begin(tree)
+    begun = _begins(tree, init, TOKENIZER not in changes and _began(started))
     return _merged(tree, taken, kind, begun), _line(init, taken, kind, begun)
 
 
@@ -195,30 +196,50 @@ def _began(started: Mapping[str, Any]) -> bool:
     return (_table(started, "data") or {}).get("add_bos") is True
 
 
-def _free_to_begin(tree: Mapping[str, Any]) -> bool:
-    """Whether the user has left open with what documents begin."""
+def _begins(tree: Mapping[str, Any], init: str, as_there: bool) -> bool:
+    """Whether documents are to begin with a special token, where the user has left that open.
+
+    Args:
+        tree: The configuration.
+        init: Its ``model.init``.
+        as_there: Whether documents of ``init`` do. A run that goes on keeps to what it began with.
+    """
     data = _table(tree, "data")
-    return data is not None and "add_bos" not in data
+    if data is None or "add_bos" in data:
+        return False
+    run_dir, started = _begun_run(tree, init)
+    goes_on = started and any((run_dir / "checkpoints").glob("step-*/MANIFEST.json"))
+    return _began(started) if goes_on else as_there
+
+
+def _begun_run(tree: Mapping[str, Any], init: str) -> tuple[Path, dict[str, Any]]:
+    """The run's folder, and its ``config.toml`` if the run has begun with ``init``; else empty."""
+    run = _table(tree, "run") or {}
+    run_dir = Path(str(run.get("dir", "runs"))).expanduser() / str(run.get("name", "run"))
+    try:
+        started = read_toml(run_dir / "config.toml")
+        before = str(started["model"]["init"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return run_dir, {}
+    return run_dir, started if split_start(before)[0] == split_start(init)[0] else {}
 
 
 def _as_started(
     tree: dict[str, Any], model: Mapping[str, Any], tokenizer: Mapping[str, Any], init: str
 ) -> tuple[dict[str, Any], str]:
     """Where the folder has gone: what the run of this name took from it when it was started."""
-    run = _table(tree, "run") or {}
-    run_dir = Path(str(run.get("dir", "runs"))).expanduser() / str(run.get("name", "run"))
+    run_dir, started = _begun_run(tree, init)
     try:
-        started = read_toml(run_dir / "config.toml")
         before, ids = dict(started["model"]), dict(started["tokenizer"])
-    except (OSError, ValueError, KeyError, TypeError):
+        was = {"kind": str(ids["kind"]), "path": str(ids["path"])}
+        taken = {"name": before["name"], "args": before["args"]} if model.get("name") in (None, before["name"]) else {}
+    except (ValueError, KeyError, TypeError):
         return tree, ""
-    if split_start(str(before.get("init")))[0] != split_start(init)[0]:
-        return tree, ""
-    taken = {"name": before["name"], "args": before["args"]} if model.get("name") in (None, before["name"]) else {}
-    kind = {"kind": ids["kind"], "path": ids["path"]} if not tokenizer.get("path") else {}
-    if kind and (run_dir / "tokenizer").is_dir():
-        kind["path"] = str(run_dir / "tokenizer")
-    return _merged(tree, taken, kind, bool(kind) and _began(started) and _free_to_begin(tree)), ""
+    kind: dict[str, str] = {}
+    named, kept = tokenizer.get("path"), run_dir / TOKENIZER
+    if not named or (named == was["path"] and not local_path(named).exists()):
+        kind = was | ({"path": str(kept)} if was["kind"] != "bytes" and kept.is_dir() else {})
+    return _merged(tree, taken, kind, _begins(tree, init, _began(started))), ""
 
 
 def _merged(tree: dict[str, Any], taken: Mapping[str, Any], kind: Mapping[str, str], begun: bool) -> dict[str, Any]:

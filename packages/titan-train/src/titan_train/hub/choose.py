@@ -15,7 +15,8 @@ Part = Literal["weights", "tokenizer", "config"]
 _CONFIG = ("config.json", "generation_config.json")
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken",
+    "chat_template.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tiktoken.model",
+    "tekken.json",
 )  # fmt: skip
 _TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
 _INDEX = "*.safetensors.index.json"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from titan_train.files import read_bytes, read_text
 from titan_train.lazy import require
 from titan_train.tokenizers.byte import BYTE_OF_CHARACTER
-from titan_train.tokenizers.protocol import TokenArray, check_ids, save_tokenizer
+from titan_train.tokenizers.protocol import SAVED_NAME, TokenArray, check_ids, read_description, save_tokenizer
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -124,7 +124,7 @@ class HfTokenizer:
             path: The folder, or the file.
             bos_token: As of the class.
             eos_token: As of the class.
-            vocab_size: As of the class; None takes that of a ``config.json`` in the folder.
+            vocab_size: As of the class; None takes that with which it was saved, or that of a ``config.json`` in the folder.
 
         Raises:
             ValueError: If a file is missing or cannot be read.
@@ -147,7 +147,7 @@ class HfTokenizer:
             made = cls(
                 read_bytes(file), config, bos_token=bos_token, eos_token=eos_token, chat_template=text,
                 more_templates=more,
-                vocab_size=_embeddings(folder) if vocab_size is None else vocab_size,
+                vocab_size=_saved_size(folder) or _embeddings(folder) if vocab_size is None else vocab_size,
             )  # fmt: skip
         except ValueError as err:
             raise ValueError(f"{file}: {err}") from err
@@ -317,6 +317,12 @@ def _embeddings(folder: Path) -> int | None:
     file = folder / "config.json"
     config = read_json(file) if file.is_file() else {}
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    return size if isinstance(size, int) else None
+
+
+def _saved_size(folder: Path) -> int | None:
+    """The size of the vocabulary that `HfTokenizer.save` wrote down."""
+    size = read_description(folder).get("vocab_size") if (folder / SAVED_NAME).is_file() else None
     return size if isinstance(size, int) else None
 
 

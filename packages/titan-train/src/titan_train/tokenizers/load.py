@@ -47,8 +47,7 @@ def _load_saved(folder: Path) -> Tokenizer:
     if kind == "bytes":
         tokenizer = ByteTokenizer()
     elif kind == "hf":
-        size = saved.get("vocab_size")
-        tokenizer = HfTokenizer.from_folder(folder, vocab_size=size if isinstance(size, int) else None)
+        tokenizer = HfTokenizer.from_folder(folder)
     elif kind == "sentencepiece":
         tokenizer = SentencePieceTokenizer(_model(folder))
     elif kind == "tiktoken":

@@ -6,10 +6,14 @@ from titan_train.config import Config
 from titan_train.config.published import RUN, TOKENIZER, published_tokenizer, split_start
 from titan_train.data import build_tokenizer
 from titan_train.models.hf.folder import folder_of
+from titan_train.task import task_name
 from titan_train.tokenizers import HfTokenizer, Tokenizer, load_tokenizer
 
 _TEXTS = ("Hello, world!", "def f(x):\n    return x ** 2", "  two  spaces\t1234567890", "Grüße, 你好, привет 👋🏽")
 """Words, code, spaces and digits, other scripts: what vocabularies cut in different ways."""
+
+_WITH_TOKENS = ("text", "vision")
+"""Tasks whose ids are the configured tokenizer's."""
 
 
 def check_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> None:
@@ -20,14 +24,23 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> None:
         tokenizer: The run's; None loads it, if it can be loaded before it is trained.
 
     Raises:
-        ValueError: The size of the vocabulary, a special token, or the ids of a text differ.
+        ValueError: The size of the vocabulary, a special token, or the ids of a text differ; or the folder's tokenizer is of a
+            kind that is not read here, and the run would train another.
     """
     init, given = config.model.init, config.tokenizer
     folder = folder_of(init)
     if init.startswith(RUN):
         _check_run(config, split_start(init)[0] / TOKENIZER, tokenizer)
         return
-    published = published_tokenizer(folder) if init and TOKENIZER not in config.model.init_changes else {}
+    if not init or TOKENIZER in config.model.init_changes:
+        return
+    published = published_tokenizer(folder)
+    if not published and given.trains_here and task_name(config) in _WITH_TOKENS:
+        raise ValueError(
+            f"model.init={init!r}: {folder} has no tokenizer that is read here, and the run would train a vocabulary of its own: "
+            "the weights know nothing of its ids. Convert the model's tokenizer to a tokenizer.json (transformers writes one), "
+            f"and name it in tokenizer.path; or, to train new embeddings, write model.init_changes=[{TOKENIZER!r}]."
+        )
     if not published or (given.kind, given.path) == (published["kind"], published["path"]):
         return
     if tokenizer is None and given.trains_here:
@@ -69,9 +82,12 @@ def difference(own: Tokenizer, theirs: Tokenizer, *, larger: bool = False) -> st
     for name, number in theirs.special_ids.items():
         if own.special_ids.get(name, number) != number:
             return f"the special token {name!r} is {own.special_ids.get(name)} here and {number} there"
+    # another choice of the tokens that begin and end a text, such as a chat model's, leaves ids what they are
+    shared = {number for name, number in theirs.special_ids.items() if own.special_ids.get(name) == number}
     for name in ("bos_id", "eos_id"):
-        if getattr(own, name) != getattr(theirs, name):
-            return f"{name} is {getattr(own, name)} here and {getattr(theirs, name)} there"
+        ours, others = getattr(own, name), getattr(theirs, name)
+        if ours != others and not {ours, others} <= shared:
+            return f"{name} is {ours} here and {others} there"
     for text in _TEXTS:
         mine, other = own.encode(text).tolist(), theirs.encode(text).tolist()
         if mine != other:
