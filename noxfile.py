@@ -84,13 +84,14 @@ def ranges(session: nox.Session, package: str, end: str) -> None:
 
 @nox.session(default=False)
 def slow(session: nox.Session) -> None:
-    """Slow tests: full counts of what the default run samples; of the matrix, which has a session of its own, a larger sample.
+    """Slow tests: larger counts of what the default run samples, all of them with `-- --full`.
     `-- --shard 3/8` runs the third of eight equal parts.
 
     Parts are cut by recorded durations, so `-- --record`, which runs nothing, comes after the last of them.
     """
     parser = argparse.ArgumentParser(prog="nox -s slow --")
     parser.add_argument("--shard", default="1/1", help="which part of how many, by recorded durations")
+    parser.add_argument("--full", action="store_true", help="also the tests marked full")
     parser.add_argument(
         "--record", action="store_true", help="write how long tests of the parts took to tests/slow_durations.json"
     )
@@ -104,8 +105,8 @@ def slow(session: nox.Session) -> None:
     _sync(session, "test", "--all-packages", "--all-extras")
     # one test at a time to each worker, not one file: a file may hold a quarter of all
     session.run(
-        "pytest", "-q", "--slow", "-m", "slow and not matrix", "-n", "2", "--dist", "worksteal", "--splits", parts, "--group", part,
-        "--splitting-algorithm", "least_duration", "--durations-path", str(DURATIONS),
+        "pytest", "-q", "--slow", "-m", "slow" if arguments.full else "slow and not full", "-n", "2", "--dist", "worksteal",
+        "--splits", parts, "--group", part, "--splitting-algorithm", "least_duration", "--durations-path", str(DURATIONS),
         "-o", "junit_family=xunit1", f"--junitxml={reports / f'{part}_of_{parts}.xml'}",
         *(others or ["packages", "testing", "tests"]), env=TEST_ENV, success_codes=[0, 5],
     )  # fmt: skip

@@ -21,7 +21,7 @@ def plan(kind, chance):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", range(50))
+@pytest.mark.parametrize("number", [*range(24), *(pytest.param(n, marks=pytest.mark.full) for n in range(24, 50))])
 def test_a_run_struck_at_random_ends_with_the_losses_of_the_undisturbed_one(job, undisturbed, number):
     chance = random.Random(number)
     faults = plan(KINDS[number % len(KINDS)], chance)

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import composition
+import pytest
 import torch
 from hf_folders import make
 from titan_testing import run_ranks
@@ -11,6 +12,19 @@ from titan_train.config import parse_config
 from titan_train.train import Trainer
 
 STEPS = 4
+
+
+def in_halves(groups, name, timeout=900):
+    """Slow cases of ``layout, kinds``: every second kind of each layout, and the others with the mark ``full``. Neighbouring
+    layouts take other kinds, so that each kind is under half of the layouts.
+    """
+    for number, (layout, kinds) in enumerate(groups.items()):
+        for half, marks in ((0, []), (1, [pytest.mark.full])):
+            if some := kinds[(number + half) % 2 :: 2]:
+                yield pytest.param(
+                    layout, some, id=f"{'the other' if half else 'every second'} {name}, {layout}",
+                    marks=[pytest.mark.slow, pytest.mark.timeout(timeout), *marks],
+                )  # fmt: skip
 
 
 def publish(folder, kind, **changes):

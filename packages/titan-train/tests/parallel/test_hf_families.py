@@ -92,14 +92,10 @@ def single(folder):
 
 
 CASES = [pytest.param(layout, kinds, id=layout, marks=pytest.mark.timeout(600)) for layout, kinds in DEFAULT]
-CASES += [
-    pytest.param(
-        layout, [kind for kind in kinds if works(kind, layout)], id=f"{name}, {layout}",
-        marks=[pytest.mark.slow, pytest.mark.timeout(1800)],
+for name, some, layouts in (("family", KINDS, LAYOUTS), ("family like Llama", (*LIKE_LLAMA, *LIKE_LLAMA_ROUTED), FEW)):
+    CASES += hf_runs.in_halves(
+        {layout: [kind for kind in some if works(kind, layout)] for layout in layouts}, name, timeout=1800
     )
-    for name, kinds, layouts in (("every family", KINDS, LAYOUTS), ("like Llama", (*LIKE_LLAMA, *LIKE_LLAMA_ROUTED), FEW))
-    for layout in layouts
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "kinds"), CASES)

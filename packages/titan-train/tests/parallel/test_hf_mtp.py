@@ -26,11 +26,9 @@ def works(kind, layout):
 
 
 CASES = [pytest.param(layout, [kind], id=f"{kind}, {layout}") for kind, layout in DEFAULT]
-CASES += [
-    pytest.param(layout, kinds, id=f"every decoder, {layout}", marks=[pytest.mark.slow, pytest.mark.timeout(900)])
-    for layout in (*LAYOUTS, *MORE)
-    if (kinds := [kind for kind in KINDS if works(kind, layout)])
-]
+CASES += hf_runs.in_halves(
+    {layout: [kind for kind in KINDS if works(kind, layout)] for layout in (*LAYOUTS, *MORE)}, "decoder"
+)
 
 
 def depth_of(kind):

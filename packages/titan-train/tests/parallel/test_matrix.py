@@ -68,7 +68,7 @@ SAMPLED = sampled()
 @pytest.mark.parametrize(
     ("model", "names"),
     [
-        pytest.param(*row, id=f"{row[0]}-{' x '.join(row[1])}", marks=[] if row in SAMPLED else [pytest.mark.matrix])
+        pytest.param(*row, id=f"{row[0]}-{' x '.join(row[1])}", marks=[] if row in SAMPLED else [pytest.mark.full])
         for row in combinations()
     ],
 )

@@ -110,7 +110,7 @@ def random_products(count, *models):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "depth", "names"),
-    [*random_products(30, "dense", "tied", "moe"), *random_products(10, "hybrid")],
+    [*random_products(15, "dense", "tied", "moe"), *random_products(5, "hybrid")],
     ids=str,
 )
 def test_a_random_product_trains_several_predicted_tokens_as_one_process_does(model, depth, names, folder, single):

@@ -56,20 +56,12 @@ def works(kind: str, layout: str, tied: bool) -> bool:
 
 
 CASES = [pytest.param(layout, cases, id=layout) for layout, cases in DEFAULT.items()]
-CASES += [
-    pytest.param(
-        layout,
-        [
-            (kind, tied)
-            for kind in (*PLANNED, *ROUTED, *UNPLANNED)
-            for tied in (False, True)
-            if works(kind, layout, tied)
-        ],
-        id=f"every family, {layout}",
-        marks=[pytest.mark.slow, pytest.mark.timeout(1200)],
-    )
-    for layout in LAYOUTS
-]
+FAMILIES = [(kind, tied) for tied in (False, True) for kind in (*PLANNED, *ROUTED, *UNPLANNED)]
+CASES += hf_runs.in_halves(
+    {layout: [case for case in FAMILIES if works(case[0], layout, case[1])] for layout in LAYOUTS},
+    "family",
+    timeout=1200,
+)
 
 
 @pytest.fixture(scope="module")
