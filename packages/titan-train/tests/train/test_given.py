@@ -111,6 +111,22 @@ def test_a_resume_goes_on_in_the_order_that_a_torch_loader_shuffled(tmp_path, st
     assert part("parts", stop) + part("parts", 6) == part("whole", 6)
 
 
+def test_every_validation_draws_the_same_order_from_a_torch_loader_on_every_rank():
+    tokens, labels = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+    loader = DataLoader(range(len(tokens)), ROWS, shuffle=True, collate_fn=lambda rows: (tokens[rows], labels[rows]))
+
+    def first(seed, steps):
+        torch.manual_seed(seed)  # as a step left the generator of this rank
+        given = IteratedBatches(
+            loader, ramp=BatchRamp((ROWS,)), dp_size=1, rows=ROWS, seq_len=LENGTH, fixed=False, vocab_size=None,
+            device=torch.device("cpu"), steps=steps, seed=7,
+        )  # fmt: skip
+        return next(given).tokens
+
+    assert torch.equal(first(1, steps=1), first(2, steps=1))
+    assert not torch.equal(first(1, steps=None), first(2, steps=None))  # training: each start of a run sets it
+
+
 class Slowing(torch.optim.SGD):
     """Keeps the number of its steps in the groups, as optimizers of schedule-free kinds do."""
 

@@ -197,10 +197,10 @@ class IteratedBatches:
 
     @contextlib.contextmanager
     def _draws_of_a_pass(self) -> Generator[None]:
-        """Where a pass after the first begins; the first one finds the generator as every start of the run sets it."""
+        """Where a pass begins; the first one of training finds the generator as every start of the run sets it."""
         import torch
 
-        if not self._taken:
+        if not self._taken and self._steps is None:
             yield
             return
         text = f"{self._seed} pass after {self._taken}"
