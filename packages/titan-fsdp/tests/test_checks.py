@@ -11,6 +11,7 @@ from titan_fsdp import (
     Policy,
     accumulate,
     check_optimizer,
+    drop_unreached,
     eval_mode,
     materialize,
     named_parameters,
@@ -20,7 +21,7 @@ from titan_fsdp import (
 from titan_testing import run_ranks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -206,6 +207,35 @@ def unused_inside_a_unit() -> str:
     grad = model[0].b.weight.grad.full_tensor()
     assert float(grad.abs().max()) > 0
     return "ran"
+
+
+class Chooses(torch.nn.Module):
+    """Two experts of one shape, of which each rank uses its own, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return x + self.experts[expert](x)
+
+
+def experts_by_rank(mode: Any) -> None:
+    policy = Policy(mode=mode, units=[], unused_parameters=True, grad_divide="sum")
+    model: Any = plan(Chooses(), mesh(), policy).apply(Chooses())
+    materialize(model, "cpu", fill)
+    for micro in range(2):  # rank 0 takes experts 0 and 1, rank 1 expert 1 alone
+        with accumulate(model, micro, 2):
+            model(torch.full((1, 4), 1.0 + dist.get_rank()), max(micro, dist.get_rank())).sum().backward()
+    drop_unreached(model)
+    sums = [None if (grad := e.weight.grad) is None else float(grad.full_tensor().sum()) for e in model.experts]
+    assert sums == [16.0, 16.0 + 2 * 32.0, None], sums
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch 2.13")
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+def test_what_no_rank_used_has_no_gradient_and_the_rest_its_own(mode: str) -> None:
+    run_ranks(experts_by_rank, 2, mode)
 
 
 def test_parameters_unused_on_one_rank_reduce_or_name_the_torch_that_can() -> None:

@@ -20,7 +20,7 @@ from titan_fsdp.wrapping.checks import check_optimizer, check_wrapping
 
 if TYPE_CHECKING:
     from titan_fsdp.planning.timeline import MemoryEvent, MemoryTrace
-    from titan_fsdp.training.accumulate import accumulate
+    from titan_fsdp.training.accumulate import accumulate, drop_unreached
     from titan_fsdp.training.clip import clip_grad_norm_
     from titan_fsdp.training.state import eval_mode, full_state_dict, reshard
     from titan_fsdp.training.verify import CollectiveCounter, Verification, verify
@@ -31,6 +31,7 @@ _ON_USE = {
     "MemoryEvent": "titan_fsdp.planning.timeline",
     "MemoryTrace": "titan_fsdp.planning.timeline",
     "accumulate": "titan_fsdp.training.accumulate",
+    "drop_unreached": "titan_fsdp.training.accumulate",
     "clip_grad_norm_": "titan_fsdp.training.clip",
     "eval_mode": "titan_fsdp.training.state",
     "full_state_dict": "titan_fsdp.training.state",
@@ -69,6 +70,7 @@ __all__ = [
     "clean_fqn",
     "clip_grad_norm_",
     "conventional_init",
+    "drop_unreached",
     "eval_mode",
     "full_state_dict",
     "generator_for",

@@ -24,6 +24,8 @@ __all__ = [
     "fake_tensors",
     "fsdp_modules",
     "fsdp_roots",
+    "has_method",
+    "note_reached",
     "original_class",
     "replicate_engine",
     "share_streams",
@@ -68,16 +70,39 @@ def fsdp_roots(model: nn.Module) -> "list[FSDPModule]":
 
 def drop_unreduced(modules: "Iterable[FSDPModule]") -> None:
     """Drop the gradients that FSDP2 keeps beside its parameters until they are reduced; ``zero_grad`` does not see them."""
-    for module in modules:
-        state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in (group for group in groups if group is not None):
-            group._partial_reduce_output = None
+    for group in _param_groups(modules):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.15 sums in the gradient itself
+                parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def note_reached(modules: "Iterable[FSDPModule]", reached: set[nn.Parameter]) -> None:
+    """Before each reduction, add to ``reached`` the sharded parameters of which this rank has a gradient.
+
+    Where unused parameters are reduced too, every gradient is there afterwards.
+    """
+    for group in _param_groups(modules):
+        post_backward: Callable[..., None] = group.post_backward
+
+        def noting(*unused: Any, group: Any = group, post_backward: Callable[..., None] = post_backward) -> None:
             for parameter in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.15 sums in the gradient itself
-                    parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+                whole = getattr(parameter, "_unsharded_param", None)
+                summed = getattr(parameter, "unsharded_accumulated_grad", None)  # before torch 2.15
+                if summed is not None or (whole is not None and whole.grad is not None):
+                    reached.add(parameter.sharded_param)
+            post_backward(*unused)
+
+        group.post_backward = noting
+
+
+def _param_groups(modules: "Iterable[FSDPModule]") -> list[Any]:
+    """FSDP's parameter groups; one or several a module, by release."""
+    states: list[Any] = [module._get_fsdp_state() for module in modules]  # pyright: ignore[reportPrivateUsage]
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    return [group for found in groups for group in found if group is not None]
 
 
 def share_streams(models: Iterable[nn.Module]) -> None:
@@ -109,15 +134,20 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     raise AssertionError(f"{type(module)} has no nn.Module in its bases")
 
 
+def has_method(method: str) -> bool:
+    """Whether this torch's FSDPModule has ``method``."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, method)
+
+
 def check_has(method: str, *, since: str, why: str) -> None:
     """Refuse, before any collective, what needs an FSDPModule method that not every supported torch has.
 
     Raises:
         ValueError: This torch lacks it; names the version that has it.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    if not hasattr(FSDPModule, method):
+    if not has_method(method):
         raise ValueError(
             f"{why} needs torch {since} or newer, which added {method}; this is torch {torch.__version__}."
         )

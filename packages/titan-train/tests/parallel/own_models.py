@@ -66,6 +66,32 @@ class Wrapped(nn.Module):
         return self.inner(tokens)
 
 
+class ChoosingUnit(Unit):
+    """Each row goes through one of two experts, chosen by what it is; nobody uses the third."""
+
+    def __init__(self, width, heads):
+        super().__init__(width, heads)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        del self.wide, self.narrow
+
+    def forward(self, x, chosen):
+        x = x + self.mixer(self.before_mixer(x))
+        return x + self.experts[chosen](self.before_mlp(x))
+
+
+class Choosing(Plain):
+    def __init__(self, vocab_size, width=32):
+        super().__init__(vocab_size, width)
+        self.units = nn.ModuleList(ChoosingUnit(width, 4) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        chosen = int(tokens.sum()) % 2
+        for unit in self.units:
+            x = unit(x, chosen)
+        return self.unembed(self.final(x))
+
+
 class Verbose(Plain):
     def forward(self, tokens):
         return {"logits": super().forward(tokens)}

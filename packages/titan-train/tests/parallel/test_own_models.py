@@ -80,6 +80,18 @@ def test_a_users_model_gives_what_one_process_does(folder, single, model, layout
     assert not failures(errors, float8=False), errors
 
 
+@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+def test_ranks_that_use_other_parts_of_a_block_train_as_one_process(folder, mode):
+    """Gradients of one rank's expert were added to those of another's; what nobody uses was decayed."""
+    rows = {"train": {"microbatch": 1}}
+    (one,), two = (
+        run_ranks(run, ranks, folder, "chooses", sections({}, parallel, rows, name="Choosing"), init=ranks > 1)
+        for ranks, parallel in ((1, {}), (2, {"mode": mode}))
+    )
+    assert {name.rpartition("experts.")[2][0] for name in one[3] if "experts" in name} == {"0", "1"}
+    assert not failures(compare(one, two), float8=False)
+
+
 def test_parts_of_parts_may_be_named_as_units(folder, tmp_path):
     use_code([str(Path(__file__).parent)])
     tree = composition.tree(folder, "units", sections({}, more={"train": {"dtype": "bf16"}}, name="Wrapped"))

@@ -14,15 +14,20 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from titan_fsdp.names import named_modules
+from titan_fsdp.loaded import compute_device
+from titan_fsdp.names import named_modules, named_parameters
 from titan_fsdp.planning.collectives import Accumulate, check_keep
 from titan_fsdp.planning.data import PlanData
 from titan_fsdp.torch_private import drop_unreduced, fsdp_modules
-from titan_fsdp.wrapping.apply import applied_plan
+from titan_fsdp.wrapping.apply import applied_plan, reached_parameters
 
 
 @contextmanager
@@ -63,12 +68,39 @@ def accumulate(model: nn.Module, index: int, total: int, keep: Accumulate = "sha
         keep = "unsharded"
     if index == 0:
         drop_unreduced(modules)
+        (reached_parameters(model) or set[nn.Parameter]()).clear()
     _set(model, plan, modules, keep, last)
     try:
         yield
     finally:
         if last:
             _set(model, plan, modules, "sharded", True)
+
+
+def drop_unreached(model: nn.Module) -> None:
+    """Leave parameters that no rank used in this step without gradient, as in one process.
+
+    With ``unused_parameters=True`` FSDP2 reduces zeros for what a rank did not use, and an optimizer decays what has a gradient
+    of zeros. For any other model this does nothing. Call it on every rank after the step's last backward: it is one small
+    all-reduce over the ranks of each mesh, and only a rank that did not use everything waits for it.
+    """
+    reached = reached_parameters(model)
+    by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for _, parameter in named_parameters(model) if reached is not None else ():
+        if parameter.requires_grad and isinstance(parameter, DTensor):
+            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+    for mesh, parameters in by_mesh.items():
+        assert reached is not None
+        here = [parameter in reached for parameter in parameters]
+        device = compute_device(parameters[0])
+        used = torch.ones(len(here), device=device) if all(here) else torch.tensor(here, device=device).float()
+        for dim in range(mesh.ndim):
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        for parameter, anywhere in zip(parameters, here if all(here) else used.tolist(), strict=True):
+            if not anywhere:
+                parameter.grad = None
+    if reached is not None:
+        reached.clear()
 
 
 def _set(model: nn.Module, plan: PlanData, modules: list[FSDPModule], keep: Accumulate, last: bool) -> None:

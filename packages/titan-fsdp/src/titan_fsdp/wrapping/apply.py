@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan_fsdp.names import is_meta, named_modules, named_parameters
 from titan_fsdp.planning.data import PlanData, PlannedUnit, Sizes
-from titan_fsdp.torch_private import ddp_ignore, fsdp_modules, fsdp_roots, replicate_engine
+from titan_fsdp.torch_private import ddp_ignore, fsdp_modules, fsdp_roots, note_reached, replicate_engine
 from titan_fsdp.wrapping.borders import cast_at_borders
 from titan_fsdp.wrapping.checks import check_not_wrapped, check_on_first_forward
 from titan_fsdp.wrapping.compress import Bf16ReduceScatter, register_ddp_hook
@@ -22,11 +22,17 @@ from titan_fsdp.wrapping.prefetch import set_prefetch
 __all__ = ["applied_plan", "apply_plan", "check_not_wrapped"]
 
 _PLAN = "_titan_fsdp_plan"
+_REACHED = "_titan_fsdp_reached"
 
 
 def applied_plan(model: nn.Module) -> PlanData | None:
     """The plan that was applied to ``model``; None for a model this package did not wrap."""
     return getattr(model, _PLAN, None)
+
+
+def reached_parameters(model: nn.Module) -> set[nn.Parameter] | None:
+    """Those of which this rank had a gradient since the set was last cleared; None without ``unused_parameters``."""
+    return getattr(model, _REACHED, None)
 
 
 def apply_plan(
@@ -115,6 +121,9 @@ def _configure(plan: PlanData, model: nn.Module, modules: dict[str, nn.Module]) 
             module.set_reduce_scatter_unused_params(True)
         if policy.comm.symmetric_memory:
             module.set_symm_mem_for_comm()
+    if policy.unused_parameters:
+        setattr(model, _REACHED, reached := set[nn.Parameter]())
+        note_reached(fsdp_modules(model), reached)
     for root in fsdp_roots(model):  # each call below reaches all inside, with one group for all that share their ranks
         if policy.comm.reduce_scatter_group == "own":
             root.set_separate_reduce_scatter_group()

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import titan_fsdp as fsdp
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,7 +51,9 @@ class Gradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Add up what is partial. Collective over the groups concerned."""
+        """Add up what is partial, and drop gradients of what no rank used. Collective over the groups concerned."""
+        for part in self.parts:
+            fsdp.drop_unreached(part)
         partial: dict[int, tuple[dist.ProcessGroup, list[nn.Parameter]]] = {}
         for name, parameter in self._named.items():
             cut = self.cuts.get(name)
