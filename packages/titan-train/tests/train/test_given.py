@@ -1,5 +1,6 @@
 """A program's own batches, loss and optimizer: the numbers of a plain loop, an exact resume, and what is refused."""
 
+import json
 import math
 
 import pytest
@@ -355,6 +356,21 @@ def test_rows_that_sequence_parallelism_cannot_share_are_refused_by_their_length
     assert next(loader).tokens.shape == (ROWS, 6)
     with pytest.raises(ValueError, match="rows of 7 tokens"):
         next(loader)
+
+
+def rows_of_two_lengths(folder):
+    ids = torch.zeros(ROWS // 2, (20, 24)[torch.distributed.get_rank()], dtype=torch.int64)
+    settings = config(folder, "lengths", parallel={"dp_shard": 2}, train={"steps": 2})
+    with Trainer(settings, data=[(ids, ids)]) as trainer:
+        trainer.fit()
+    return trainer.run_dir
+
+
+def test_tokens_are_those_of_rows_that_are_shorter_than_configured(tmp_path):
+    run_dir = run_ranks(rows_of_two_lengths, 2, tmp_path)[0]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["tokens"] for line in steps] == [ROWS // 2 * (20 + 24)] * 2
 
 
 def short_rows(folder):

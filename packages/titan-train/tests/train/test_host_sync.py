@@ -68,8 +68,8 @@ def test_a_step_reads_values_off_the_device_once_after_its_update(name, monkeypa
     with waits.within():
         result = step([batch, batch], (False, True))
     assert waits.found == ["update", "tolist"]
-    # loss, norm, this rank's part of the loss, labels and two requests; of each layer of experts their load and three losses
-    assert waits.lists == [(6 + sum(experts + 3 for experts in model.experts.values()),)]
+    # loss, norm, own part of the loss, labels, lacking tokens, two requests; of each layer of experts load and three losses
+    assert waits.lists == [(7 + sum(experts + 3 for experts in model.experts.values()),)]
     assert result.num_labels == 64
     assert result.requests == (False, True)
     assert bool(result.routing) == bool(model.experts)

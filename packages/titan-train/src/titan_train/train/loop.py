@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 
 from titan_train.data.loader.data_loader import DataLoader
-from titan_train.data.loader.iterated import Loader
+from titan_train.data.loader.iterated import IteratedBatches, Loader
 from titan_train.data.loader.source import TaskBatch
 from titan_train.observe.records import ValidationRecord
 from titan_train.observe.run_info import record_early_stop, stopped_early
@@ -122,6 +122,7 @@ class TrainingLoop(ObservedRun):
             self._batches = self._batches or iter(self._loader)
             sequences = self._loader.global_batch
             batches = list(itertools.islice(self._batches, self._loader.microbatches_per_step))
+        lacking = self._loader.lacking(batches) if isinstance(self._loader, IteratedBatches) else 0
         data_wait_s = time.perf_counter() - started
         for observer in self.observers:
             observer.on_batch(number, batches)
@@ -134,7 +135,9 @@ class TrainingLoop(ObservedRun):
             self.model.set_batch(sequences)
             self._sequences = sequences
         mtp_weight = self.config.mtp.weight_at(number, self.config.train.steps)
-        result = self._optimizer_step(batches, requests, layer_norms=layer_norms, mtp_weight=mtp_weight)
+        result = self._optimizer_step(
+            batches, requests, layer_norms=layer_norms, mtp_weight=mtp_weight, tokens_lacking=lacking
+        )
         self.scheduler.step()
         if number in self.config.optimizer.frozen_steps.values():
             self._spikes.forget(norms=True)  # norms are of what is trained: more from the next step on

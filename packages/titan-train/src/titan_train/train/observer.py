@@ -52,6 +52,8 @@ class StepResult:
     """The step was left out for its gradient norm, which ``spikes.sigma`` does not allow."""
     mtp_losses: tuple[float, ...] = ()
     """Mean loss of each module that predicts a token further ahead, over the labels that it has."""
+    tokens_lacking: int = 0
+    """What the step's rows are short of ``model.seq_len``, over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -96,7 +96,7 @@ class RunLog(Observer):
             self.event("attention_logits", step, largest=result.attention_logits)
         if self._measure.found is not None:
             self._note_split(*self._measure.found)
-        step_s, tokens = info.seconds, info.sequences * self._config.model.seq_len
+        step_s, tokens = info.seconds, info.sequences * self._config.model.seq_len - result.tokens_lacking
         self._throughput.update(tokens, step_s)
         self._since_logged.update(tokens, step_s)
         if self._progress is None:

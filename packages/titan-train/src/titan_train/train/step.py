@@ -53,7 +53,7 @@ class Execution(NamedTuple):
     figures: tuple[float, float, float]
     """The loss, the gradient's norm, and this rank's part of the loss."""
     counts: list[float]
-    """Labels of the step, then the ranks that made each request."""
+    """Labels of the step, tokens that its rows lack, then the ranks that made each request."""
     layer_norms: dict[str, float]
     attention_logits: dict[str, float]
     mtp_losses: tuple[float, ...]
@@ -131,6 +131,7 @@ class OptimizerStep:
         *,
         layer_norms: bool = False,
         mtp_weight: float = 0.0,
+        tokens_lacking: int = 0,
     ) -> StepResult:
         """Train on one step's micro-batches.
 
@@ -139,10 +140,12 @@ class OptimizerStep:
             requests: This rank's flags (stop, save, …), combined with "any" over the ranks.
             layer_norms: Measure the gradient by layer too; the same on every rank.
             mtp_weight: Of the losses of tokens further ahead, for a model that predicts several.
+            tokens_lacking: What the rows of these micro-batches are short of ``model.seq_len``.
         """
         self._mtp_weight = mtp_weight
         # from page-locked memory, or the copy would wait for the optimizer of the step before
-        asked = torch.tensor([0, *requests], dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        lacking = tokens_lacking if self._scope.counts_labels else 0
+        asked = torch.tensor([0, lacking, *requests], dtype=torch.int64, pin_memory=self._device.type == "cuda")
         counts = asked.to(self._device, non_blocking=True)
         if self._scope.counts_labels:
             for batch in batches:
@@ -172,7 +175,7 @@ class OptimizerStep:
                     if hook is not None:
                         hook.forget()  # it would add what is not finite to the next gradient
             self._forget_gradients()
-        num_labels, *flags = (int(count) for count in run.counts)
+        num_labels, lacking, *flags = (int(count) for count in run.counts)
         return StepResult(
             loss,
             grad_norm,
@@ -185,6 +188,7 @@ class OptimizerStep:
             run.attention_logits,
             spike,
             run.mtp_losses,
+            lacking,
         )
 
     def _execute(self, batches: Sequence[TaskBatch], counts: Tensor, layer_norms: bool) -> Execution:

@@ -121,6 +121,10 @@ class IteratedBatches:
         self._count()
         return item if hasattr(item, "samples_consumed") else self._batch(item, self._samples)
 
+    def lacking(self, batches: Iterable[Any]) -> int:
+        """The tokens that microbatches of text are short of rows of ``seq_len``."""
+        return sum(self._rows * self._seq_len - b.tokens.numel() for b in batches if isinstance(b, Batch))
+
     def state_dict(self) -> dict[str, Any]:
         """Samples taken, and the iterable's own state if it has one."""
         state: dict[str, Any] = {ITERATED: self._samples}
