@@ -189,12 +189,15 @@ def second_derivatives():
     messages = {}
     for name, function in functions.items():
         x = q.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
-        try:
-            torch.autograd.grad(grad.square().sum(), x)
-            messages[name] = "nothing"
-        except RuntimeError as error:
-            messages[name] = str(error)
+        out = function(x)
+        for kind, loss in (("square", out.square().sum()), ("sum", out.sum())):  # a sum's gradient depends on nothing
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            try:
+                again = grad.square().sum() + x.sum()
+                again.backward() if kind == "sum" else torch.autograd.grad(again, x)
+                messages[name, kind] = "nothing"
+            except RuntimeError as error:
+                messages[name, kind] = str(error)
     return messages
 
 

@@ -217,14 +217,45 @@ def test_deferred_weight_gradients_are_the_same_gradients(recipe: str) -> None:
     notes: list[Any] = []
     x = x.clone().requires_grad_()
     anchor = torch.zeros((), requires_grad=True)
-    y = titan_fp8.linear_deferred(x, weight, own_bias, recipe, anchor=anchor, defer=lambda *note: notes.append(note))
+    computed = 1 * x  # as the layer before makes it: with a graph
+    y = titan_fp8.linear_deferred(
+        computed, weight, own_bias, recipe, anchor=anchor, defer=lambda *note: notes.append(note)
+    )
     y.backward(g)
     assert torch.equal(y.detach(), want[0])
     assert torch.equal(x.grad, want[1])
     assert weight.grad is None
     found = {id(parameter): compute(*given) for parameter, compute, *given in notes}
+    assert not any(gradient.requires_grad for gradient in found.values())
     assert torch.equal(found[id(weight)], want[2])
     assert torch.equal(found[id(own_bias)], want_bias.grad)
+
+
+def packed_row_by_row(saved: Tensor) -> Tensor:
+    """What ``save_on_cpu(pin_memory=True)`` makes of a saved tensor's strides."""
+    return torch.empty(saved.size(), dtype=saved.dtype).copy_(saved)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_tensors_may_come_back_in_another_memory_order(recipe: str, deferred: bool) -> None:
+    x, w, g = draw(300, 200, 256)
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(packed_row_by_row, torch.clone):
+            if not deferred:
+                return titan_fp8.linear(x, w, None, recipe)
+
+            def now(parameter: Tensor, compute: Any, *given: Any) -> None:
+                parameter.grad = compute(*given)
+
+            anchor = torch.zeros((), requires_grad=True)
+            return titan_fp8.linear_deferred(x, w, None, recipe, anchor=anchor, defer=now)
+
+    want = run(lambda x, w: titan_fp8.linear(x, w, None, recipe), x, w, g)
+    with Kernels():  # through the ops, which refuse strides that CUDA's kernels do not read
+        got = run(layer, x, w, g)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -77,7 +77,19 @@ def row_parallel(recipe: str) -> tuple[Any, ...]:
     w = w.chunk(n, 1)[rank].contiguous().requires_grad_()
     out = titan_fp8.linear_reduce_scatter(x, w, recipe, group=dist.group.WORLD)
     out.backward(g.chunk(n, 1)[rank].contiguous())
-    return out.detach(), x.grad, w.grad
+    grads = x.grad, w.grad
+    x.grad = w.grad = None
+    with torch.autograd.graph.saved_tensors_hooks(packed_row_by_row, torch.clone):
+        out = titan_fp8.linear_reduce_scatter(x, w, recipe, group=dist.group.WORLD)
+    out.backward(g.chunk(n, 1)[rank].contiguous())
+    assert torch.equal(x.grad, grads[0])
+    assert torch.equal(w.grad, grads[1])
+    return out.detach(), *grads
+
+
+def packed_row_by_row(saved: torch.Tensor) -> torch.Tensor:
+    """What ``save_on_cpu(pin_memory=True)`` makes of a saved tensor's strides."""
+    return torch.empty(saved.size(), dtype=saved.dtype).copy_(saved)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
@@ -151,6 +163,23 @@ def test_an_amax_over_the_group_gives_the_scales_of_the_whole_tensor() -> None:
         assert ((got.double() - exact).abs() <= bound).all()
     for got in run_ranks(cut_by_columns, 2, False):
         assert ((got.double() - exact).abs() > bound).any()
+
+
+def second_derivatives(recipe: str) -> None:
+    x, w, *_ = (t.float().requires_grad_() for t in tensors())
+    group, recipe_of_x = dist.group.WORLD, titan_fp8.Recipe.get(recipe).x
+    for y in (
+        *titan_fp8.all_gather_linears(x, [w], recipe, group=group),
+        titan_fp8.linear_reduce_scatter(x, w, recipe, group=group),
+        titan_fp8.all_gather_float8(x, recipe_of_x, group=group).square(),
+    ):
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            (grad.square().sum() + w.sum()).backward()
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+    run_ranks(second_derivatives, 1, "blockwise")
 
 
 def gather_any(scaling: titan_fp8.Scaling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,6 +275,19 @@ def test_parallel_styles_compute_the_layer_of_one_process(prepare: bool) -> None
         assert_sqnr(dx, wants[rank][1], 25.0)
         for a, parameter in zip(grads, block.parameters(), strict=True):
             assert_sqnr(a, parameter.grad, 25.0)  # what float8 itself keeps; the gradient's codes differ in last bits
+
+
+def column_layer_with_a_bias(dtype: torch.dtype) -> bool:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    layer = titan_fp8.Float8Linear(K, N, recipe="tensorwise")
+    parallelize_module(layer, mesh, titan_fp8.Float8ColwiseParallel())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+        return layer(tensors()[0].to(dtype)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_float32_bias_leaves_the_output_its_dtype(dtype: torch.dtype) -> None:
+    assert all(run_ranks(column_layer_with_a_bias, 1, dtype))
 
 
 def assert_sqnr(got: torch.Tensor, want: torch.Tensor, floor_db: float) -> None:

@@ -26,8 +26,10 @@ def differentiable_once(backward: _Backward) -> _Backward:
         every = found if isinstance(found, tuple) else (found,)
         came_from = [x for x in grads if isinstance(x, Tensor) and x.requires_grad]
         tensors = [x for x in every if x is not None]
-        if not came_from or not tensors:
+        if not tensors:
             return found
+        # Where the incoming gradient depends on nothing, this one may still depend on the function's inputs.
+        came_from.append(torch.empty(0, requires_grad=True))
         ends = iter(cast("tuple[Tensor, ...]", _End.apply(len(tensors), *tensors, *came_from)))
         return tuple(None if x is None else next(ends) for x in every)
 

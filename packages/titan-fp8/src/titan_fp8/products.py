@@ -73,6 +73,13 @@ class QTensor(NamedTuple):
         return QTensor(self.rows, self.columns, data_t=self.data_t, scale_t=self.scale_t, hp=self.hp)
 
 
+def saved_scale(scale: Tensor | None) -> Tensor | None:
+    """A saved ``scale_t`` in its cast's memory order; saved tensors that were offloaded to pinned memory come back row by row."""
+    if scale is None or scale.dim() != 2 or scale.dtype == torch.float8_e8m0fnu or scale.stride(0) == 1:
+        return scale
+    return scale.t().contiguous().t()
+
+
 def cast(x: Tensor, scaling: Scaling, *, layouts: Layouts = "both", amax: Tensor | None = None) -> QTensor:
     """Cast a matrix to float8.
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_fp8.differentiable import differentiable_once
 from titan_fp8.layers.accumulate import add_float8, main_grad_of
-from titan_fp8.products import Products, QTensor, products_for, unwatched
+from titan_fp8.products import Products, QTensor, products_for, saved_scale, unwatched
 from titan_fp8.recipe import Recipe
 from titan_fp8.weights.cache import WeightCache
 from titan_fp8.weights.gathered import GatheredWeight
@@ -211,6 +212,7 @@ class _Linears(torch.autograd.Function):
         return multiply(ctx, call, caches, parameters, xq)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         dx, parameters = gradients(ctx, grads, ctx.saved_tensors, ctx.needs_input_grad[0], ctx.needs_input_grad[3:])
         return dx, None, None, *parameters
@@ -258,7 +260,7 @@ def gradients(
     call: Call = ctx.call
     products = unwatched(call.products, grads)
     data_t, scale_t, hp, *weights = saved
-    xq = QTensor(ctx.rows, ctx.columns, data_t=data_t, scale_t=scale_t, hp=hp)
+    xq = QTensor(ctx.rows, ctx.columns, data_t=data_t, scale_t=saved_scale(scale_t), hp=hp)
     dx: Tensor | None = None
     dws: list[Tensor | None] = []
     dbs: list[Tensor | None] = []
@@ -318,6 +320,7 @@ class _Deferred(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         (g,) = grads
         call: Call = ctx.call
@@ -331,13 +334,14 @@ class _Deferred(torch.autograd.Function):
             wq = weight_cast(w if ctx.cache is None else parameter, call, ctx.cache, in_backward=True)
             dx = products.input_gradient(gq, wq, ctx.x_dtype)
         if parameter.requires_grad:
-            xq = QTensor(ctx.rows, ctx.columns, data_t=data_t, scale_t=scale_t, hp=hp)
-            defer(parameter, _deferred_weight_gradient, call.products, gq.for_weight_gradient(), xq, w.dtype)
+            xq = QTensor(ctx.rows, ctx.columns, data_t=data_t, scale_t=saved_scale(scale_t), hp=hp)
+            defer(parameter, _deferred_weight_gradient, products, gq.for_weight_gradient(), xq, w.dtype)
         if bias is not None and bias.requires_grad:
             defer(bias, bias_gradient, g, bias.dtype)
         return None, dx, None, None, None, None, None
 
 
+@torch.no_grad()
 def _deferred_weight_gradient(products: Products, g: QTensor, x: QTensor, dtype: torch.dtype) -> Tensor:
     return unwatched(products, ()).weight_gradient(g, x, dtype)
 

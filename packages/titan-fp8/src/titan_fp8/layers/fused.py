@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8 import ops
+from titan_fp8.differentiable import differentiable_once
 from titan_fp8.layers.functional import (
     Call,
     fused_call,
@@ -167,6 +168,7 @@ class _NormLinears(torch.autograd.Function):
         return multiply(ctx, call, caches, parameters, QTensor(*_sizes(x), q, scale, qt, scale_t), x, norm_weight, rstd)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         x, norm_weight, rstd, *saved = ctx.saved_tensors
         need = ctx.needs_input_grad
@@ -190,6 +192,7 @@ class _SwiGLULinear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         gate, up, *saved = ctx.saved_tensors
         need = ctx.needs_input_grad

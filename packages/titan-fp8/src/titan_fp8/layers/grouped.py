@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_fp8 import ops
+from titan_fp8.differentiable import differentiable_once
 from titan_fp8.layers.functional import output_dtype
 from titan_fp8.ops.declare import run_op
+from titan_fp8.products import saved_scale
 from titan_fp8.recipe import Recipe
 from titan_fp8.reference import pad_matrix, round_up
 
@@ -139,6 +141,7 @@ class _GroupedMM(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         (g,) = grads
         call: GroupedCall = ctx.call
@@ -154,7 +157,10 @@ class _GroupedMM(torch.autograd.Function):
         if recipe.wgrad == "hp":
             compute, given = _weight_gradient_hp, (saved, g, offs, w_dtype)
         else:
-            compute, given = _weight_gradient, (saved, scale_t, gt, g_scale_t, offs_padded, recipe, w_dtype, ctx.sizes)
+            compute, given = (
+                _weight_gradient,
+                (saved, saved_scale(scale_t), gt, g_scale_t, offs_padded, recipe, w_dtype, ctx.sizes),
+            )
         if call.later is not None:
             parameter, defer, to_parameter = call.later
             if parameter.requires_grad:
@@ -236,6 +242,7 @@ def _weight_gradient_hp(x: Tensor, g: Tensor, offs: Tensor, dtype: torch.dtype) 
     return F.grouped_mm(x.t(), g, offs=offs)[:, :rows, :columns].to(dtype)
 
 
+@torch.no_grad()
 def _computed_for(
     to_parameter: Callable[[Tensor], Tensor] | None, compute: Callable[..., Tensor], *given: Any
 ) -> Tensor:

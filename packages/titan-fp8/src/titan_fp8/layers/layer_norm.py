@@ -203,6 +203,7 @@ class _LayerNormLinears(torch.autograd.Function):
         return multiply(ctx, call, caches, parameters, QTensor(x.shape[0], x.shape[1], *quantized), x, gain, mean, rstd)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         x, gain, mean, rstd, *saved = ctx.saved_tensors
         need = ctx.needs_input_grad
@@ -221,6 +222,7 @@ class _GeluLinear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         x, *saved = ctx.saved_tensors
         need = ctx.needs_input_grad

@@ -45,7 +45,7 @@ class Float8ColwiseParallel(ParallelStyle):
             if not gather:
                 return linear(input, weight, bias, layer.recipe)
             (out,) = all_gather_linears(input, [weight], layer.recipe, group=group)
-            return out if bias is None else out + bias
+            return out if bias is None else out + bias.to(out.dtype)
 
         layer = _cut(module, device_mesh, 0)
         layer.forward = MethodType(forward, layer)  # a method: deepcopy binds it to the copy

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from titan_fp8 import products
+from titan_fp8.differentiable import differentiable_once
 from titan_fp8.layers.functional import Call, check_shapes, output_dtype, weight_cast
 from titan_fp8.products import QTensor
 from titan_fp8.recipe import Recipe, Scaling
@@ -124,6 +125,7 @@ class _GatherLinears(torch.autograd.Function):
         return tuple(torch.ops.aten._unsafe_view.default(out, [*sizes, out.shape[-1]]) for out in outs)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         call: Call = ctx.call
         recipe, group, shape = call.recipe, ctx.group, ctx.shape
@@ -156,6 +158,7 @@ class _LinearScatter(torch.autograd.Function):
         return reduce_scatter(out.view(*x.shape[:-1], out.shape[-1]), group)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         (g,) = grads
         call: Call = ctx.call
@@ -170,7 +173,7 @@ class _LinearScatter(torch.autograd.Function):
             dx = products.input_gradient(rows, wq, recipe, out_dtype=ctx.dtype).view(ctx.shape)
         if need_w:
             columns = gather_columns(part, recipe.g, g.shape, group)
-            xq = QTensor(_num_rows(ctx.shape), ctx.shape[-1], data_t=data_t, scale_t=scale_t)
+            xq = QTensor(_num_rows(ctx.shape), ctx.shape[-1], data_t=data_t, scale_t=products.saved_scale(scale_t))
             dw = products.weight_gradient(columns, xq, recipe, out_dtype=w.dtype)
         return dx, None, None, dw
 
@@ -188,6 +191,7 @@ class _Gather(torch.autograd.Function):
         return values.to(part.dtype).view(*part.shape[:-2], -1, part.shape[-1])
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Any) -> Any:
         return reduce_scatter(grads[0], ctx.group), None, None
 
