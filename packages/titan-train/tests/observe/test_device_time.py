@@ -210,7 +210,7 @@ def test_collectives_on_a_stream_of_fsdps_expose_what_the_computing_stream_waits
         gpu.host += CALL_S
         gpu.busy[7] = gpu.at(7) + 0.010
 
-    with timer.device.watching(Stream, lambda: timer.top):
+    with timer.device.watching(Stream, lambda: timer.top, timer.counts_here):
         timer.start()
         for _ in range(5):
             with timer.phase("forward"):
@@ -222,6 +222,9 @@ def test_collectives_on_a_stream_of_fsdps_expose_what_the_computing_stream_waits
                 compute.wait_event(done)
                 compute.wait_event(copies.record_event())  # of no collective
                 gpu.compute(0.001)
+            with timer.phase("validation"):  # its gathers are part of it
+                gpu.busy[7] = gpu.at(7) + 0.010
+                compute.wait_event(beside.record_event())
             timer.step_made()
             gpu.host = gpu.at(0)
         window = timer.take()
@@ -241,6 +244,26 @@ def test_nothing_waits_for_the_device_before_a_window_ends_and_few_steps_are_mea
     assert window.steps == 5
     assert window.axes["dp_shard"].calls == 5
     assert ranks.gpus[0].synchronized > 0
+
+
+def test_a_validation_after_the_last_step_of_a_window_counts_once_in_its_steps():
+    gpu = Gpu()
+    timer = StepTimer(clock=gpu, device=DeviceTimeline(gpu, 20))
+    timer.start()
+    for _ in range(20):
+        with timer.phase("validation"):  # the first step is one of five that are measured
+            if timer.steps == 0:
+                gpu.compute(2.0)
+                gpu.host = gpu.at(0)
+        with timer.phase("forward"):
+            gpu.compute(0.01)
+        timer.step_made()
+        gpu.host = gpu.at(0)
+    window = timer.take()
+    assert window.steps == 5
+    assert window.phases["validation"] / 5 == pytest.approx(2.0 / 20, rel=0.01)
+    assert window.wall_s / 5 == pytest.approx(0.01 + 2.0 / 20, rel=0.01)
+    assert window.high["validation"] == pytest.approx(0.0, abs=1e-4)
 
 
 def test_a_window_without_a_measured_step_has_no_figure_of_an_axis(monkeypatch):

@@ -7,7 +7,8 @@ of the phase around it and counted for the collective's mesh axis.
 Cost: two readings of a clock per phase, about a microsecond.
 
 On a GPU the host runs ahead, and its time says nothing. There each mark is an event too, and a window's figures are the
-device's (see `device`); one in which no step was measured has the host's phases, and no figure of an axis.
+device's (see `device`), but for saves and validations; one in which no step was measured has the host's phases, and no
+figure of an axis.
 """
 
 import threading
@@ -233,10 +234,16 @@ class StepTimer:
 
 
 def _device_window(host: Window, steps: "list[dict[str, float]]", axes: "dict[str, DeviceAxis]") -> Window:
-    """The window as the device saw its sampled steps; without any, the host's, and no figure of an axis."""
+    """The window as the device saw its sampled steps; without any, the host's, and no figure of an axis.
+
+    Phases apart are the host's, which waits in them: they come once in many steps, and always in a sampled one where they
+    follow the last step of a window.
+    """
     if not steps:
         return Window(host.steps, host.wall_s, host.phases, {}, host.low, host.high)
     columns = {name: sorted(step.get(name, 0.0) for step in steps) for name in PHASES}
+    apart = {name: host.phases[name] * len(steps) / host.steps for name in _APART}
+    quarters = [{name: _quantile(column, q) for name, column in columns.items()} for q in (0.25, 0.75)]
     totals: dict[str, AxisTotals] = {}
     for axis, found in axes.items():
         totals[axis] = AxisTotals(found.calls, found.sent_bytes, found.exposed_s, hidden_s=found.hidden_s)
@@ -244,10 +251,13 @@ def _device_window(host: Window, steps: "list[dict[str, float]]", axes: "dict[st
             totals[axis].add_call(seconds, sent_bytes)
     return Window(
         len(steps),
-        sum(sum(step.values()) for step in steps),
-        {name: sum(column) for name, column in columns.items()},
+        sum(seconds for step in steps for name, seconds in step.items() if name not in _APART) + sum(apart.values()),
+        {name: sum(column) for name, column in columns.items()} | apart,
         totals,
-        *({name: _quantile(column, q) for name, column in columns.items()} for q in (0.25, 0.75)),
+        *(
+            of_device | {n: of_host[n] for n in _APART}
+            for of_device, of_host in zip(quarters, (host.low, host.high), strict=True)
+        ),
     )
 
 

@@ -90,9 +90,10 @@ class CollectiveMeter:
                 setattr(dist.ProcessGroup, name, self._counted(getattr(dist.ProcessGroup, name), operation))
         saved.append((dist.Work, "wait", vars(dist.Work)["wait"]))
         dist.Work.wait = self._waited(dist.Work.wait)
-        device = self.timer.device
+        timer = self.timer
+        device = timer.device
         try:
-            with nullcontext() if device is None else device.watching(torch.cuda.Stream, lambda: self.timer.top):
+            with device.watching(torch.cuda.Stream, lambda: timer.top, timer.counts_here) if device else nullcontext():
                 yield
         finally:
             for owner, name, original in saved:

@@ -159,12 +159,13 @@ class DeviceTimeline:
             self._beside[stream] = axis
 
     @contextmanager
-    def watching(self, stream_class: Any, top: Callable[[], str]) -> Generator[None]:
+    def watching(self, stream_class: Any, top: Callable[[], str], counts: Callable[[], bool]) -> Generator[None]:
         """Inside the block, see where the computing stream waits for events behind collectives.
 
         Args:
             stream_class: `torch.cuda.Stream`.
             top: The phase at hand.
+            counts: Whether a wait is part of a step.
         """
         record, wait = stream_class.record_event, stream_class.wait_event
 
@@ -178,7 +179,7 @@ class DeviceTimeline:
 
         def waited(stream: Any, event: Any) -> Any:
             axis = getattr(event, "titan_behind", None) if stream.cuda_stream == self._compute else None
-            if axis is None or not self.sampling():
+            if axis is None or not self.sampling() or not counts():
                 return wait(stream, event)
             self.mark(f"axis:{axis}")
             result = wait(stream, event)
