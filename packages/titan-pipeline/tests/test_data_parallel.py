@@ -324,6 +324,54 @@ def test_training_sees_the_updated_parameters():
             assert [rank[k] for rank in run] == pytest.approx(losses * 2, rel=FLOAT64)
 
 
+class Counts(nn.Linear):
+    """A layer with a buffer that each rank has its own values for."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("seen", torch.full((2,), float(torch.distributed.get_rank())))
+
+
+def _buffers(text):
+    schedule = Schedule.from_text(text)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    stage = TorchStage(wrap(Counts(), "ddp", mesh), 0, loss=lambda o, t: o.sum())
+    executor = Executor(schedule, [stage], GlooTransport(mesh["pp"].get_group()))
+    x = [torch.zeros(1, WIDTH, dtype=torch.float64)] * 2
+    found = []
+    for _ in range(2):
+        executor.step(x, x)
+        found.append(stage.module.module.seen.tolist())
+        stage.module.module.seen.add_(1 + torch.distributed.get_rank())
+    return found
+
+
+def test_ddp_gives_every_step_the_buffers_of_the_first_replica():
+    first, second = testing.run_ranks(_buffers, 2, build_schedule("gpipe", 1, 2).to_text())
+    assert first == second == [[0, 0], [1, 1]]
+
+
+def _alone(text):
+    """Between steps and evaluations the stage's module runs by itself, with other weights."""
+    executor, stages, replica = build(text, "fsdp")
+    losses = []
+    for run in (executor.step, executor.step, executor.evaluate):
+        losses.append(run(*batch(replica)).loss)
+        for stage in stages:
+            hidden = torch.zeros(1, 1, WIDTH, dtype=torch.float64)
+            shards = list(stage.module.parameters())
+            with torch.no_grad():
+                torch._foreach_mul_(shards, 2)
+                stage.module(hidden if stage.index else torch.zeros(1, 1, dtype=torch.long))
+                torch._foreach_div_(shards, 2)
+    return losses
+
+
+def test_weights_that_a_forward_outside_of_the_stage_gathered_are_not_used():
+    for losses in testing.run_ranks(_alone, 4, build_schedule("1f1b", 2, MICROBATCHES).to_text()):
+        assert losses == pytest.approx([losses[0]] * 3, rel=FLOAT64)
+
+
 def test_ddp_inside_a_stage_is_refused():
     layer = copy.copy(nn.Linear(2, 2))
     layer.__class__ = type("Wrapped", (DistributedDataParallel,), {"__init__": lambda self: None})

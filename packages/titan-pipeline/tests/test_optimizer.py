@@ -101,6 +101,15 @@ def test_the_global_norm_and_clip_equal_torch_on_the_whole_model():
             torch.testing.assert_close(p.grad, e.grad, rtol=1e-13, atol=0)
 
 
+def test_imaginary_parts_count_in_the_norm():
+    layer = nn.Linear(2, 1, bias=False, dtype=torch.complex64)
+    stage = TorchStage(layer, 0, loss=lambda o, t: (o - t).abs().square().sum())
+    executor = Executor(build_schedule("gpipe", 1, 1), [stage])
+    layer.weight.grad = torch.tensor([[3 + 0j, 4j]]).conj()
+    assert clip_grad_norm(executor, 1.0) == 5
+    torch.testing.assert_close(layer.weight.grad, torch.tensor([[0.6 + 0j, -0.8j]]))
+
+
 def test_an_optimistic_step_must_be_settled_before_the_next():
     layer = nn.Linear(2, 2)
     executor = Executor(build_schedule("gpipe", 1, 1), [TorchStage(layer, 0, loss=loss_sum)])

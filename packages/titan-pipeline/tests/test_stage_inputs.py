@@ -211,7 +211,7 @@ class Selective(nn.Module):
 
 def train(schedule, modules, inputs, targets, extras=None, **options):
     """All ranks as threads; returns rank 0's result and every stage."""
-    stages = [TorchStage(m, s, loss=square_sum, **options) for s, m in enumerate(modules)]
+    stages = [TorchStage(m, s, **{"loss": square_sum, **options}) for s, m in enumerate(modules)]
 
     def work(transport):
         mine = [stages[s] for s in schedule.stages_of(transport.rank)]
@@ -410,6 +410,38 @@ def test_a_module_in_a_second_stage_counts_its_auxiliary_loss_once():
     assert first == second > 0
     for grad, e in zip(grads, expected, strict=True):
         assert torch.equal(grad, e)
+
+
+class Several(nn.Module):
+    """Returns whole numbers first, then a tensor that nobody uses, then what the next one takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gate = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, unused=None, hidden=None):
+        hidden = self.inner(x.float() if hidden is None else hidden)
+        self.balance = self.gate(hidden).square().mean()
+        return x, hidden.exp(), hidden
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1"])
+def test_an_auxiliary_loss_trains_whichever_output_gets_a_gradient(name):
+    torch.manual_seed(0)
+    modules, inputs = [Several(), Several()], [torch.arange(6).view(2, 3)] * 4
+
+    def loss(output, target):
+        return output[2].square().sum()
+
+    copies = copy.deepcopy(modules)
+    for x in inputs:
+        middle = copies[0](x)
+        end = copies[1](*middle)
+        ((loss(end, x) + copies[0].balance + copies[1].balance) / 4).backward()
+    train(build_schedule(name, 2, 4), modules, inputs, inputs, None, loss=loss, aux_loss=lambda m: m.balance)
+    for module, expected in zip(modules, copies, strict=True):
+        for p, e in zip(module.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, e.grad)
 
 
 def _sharded_aux(text, gather):

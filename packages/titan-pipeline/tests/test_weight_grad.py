@@ -67,6 +67,21 @@ def split_grads(module, x, grad, index=1):
     return grad_x, [p.grad for p in module.parameters()], between
 
 
+@pytest.mark.parametrize("index", [0, 1])  # a first input without and with a gradient
+def test_complex_gradients_are_bit_equal_to_autograd(index):
+    torch.manual_seed(0)
+    first, second, third = (nn.Linear(n, n - 1, dtype=torch.complex64) for n in (4, 3, 2))
+    module = nn.Sequential(first, second, Checkpointed(third))
+    x, grad = (torch.randn(2, 6, n, dtype=torch.complex64) for n in (4, 1))
+    expected_x = x.clone().requires_grad_()
+    module(expected_x).backward(grad)
+    expected = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    got_x, got, _ = split_grads(module, x, grad, index)
+    assert index == 0 or torch.equal(got_x, expected_x.grad)
+    assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_split_gradients_are_bit_equal_to_autograd(dtype):
     torch.manual_seed(0)
@@ -119,14 +134,15 @@ def test_autocast_gradients_match_autograd():
         assert (p.grad - e).abs().max() <= 2 * 2.0**-8 * e.abs().max()
 
 
-def test_grouped_products_defer_and_match_one_product_a_group():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_grouped_products_defer_and_match_one_product_a_group(dtype):
     torch.manual_seed(0)
-    # float64: a group's product may take another kernel than the reference's; 9 terms below 10, rounded by 2^-53 each
+    # double precision: a group's product may take another kernel than the reference's; 9 terms below 10, rounded by 2^-53 each
     bound = 9 * 10 * 2.0**-53
-    x = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
-    weight = nn.Parameter(torch.randn(3, 4, 5, dtype=torch.float64))
+    x = torch.randn(9, 4, dtype=dtype, requires_grad=True)
+    weight = nn.Parameter(torch.randn(3, 4, 5, dtype=dtype))
     ends = torch.tensor([2, 2, 9])
-    grad = torch.randn(9, 5, dtype=torch.float64)
+    grad = torch.randn(9, 5, dtype=dtype)
     torch.cat([x[:2] @ weight[0], x[2:] @ weight[2]]).backward(grad)
     expected_x, expected = x.grad, weight.grad
     x.grad = weight.grad = None

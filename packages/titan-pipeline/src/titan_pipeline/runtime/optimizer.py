@@ -178,13 +178,19 @@ def _global_norm(executor: Executor, parameters: Sequence[Tensor]) -> float:
             if any(q.is_partial() for q in grad.placements):
                 grad = grad.redistribute(placements=[Replicate() if q.is_partial() else q for q in grad.placements])
             layout = (grad.device_mesh, tuple(q if q.is_replicate() else Partial() for q in grad.placements))
-            square = grad.to_local().double().square().sum()
+            square = _square(grad.to_local())
             shards[layout] = shards[layout] + square if layout in shards else square
         else:
-            local += float(grad.double().square().sum())
+            local += float(_square(grad))
     for (mesh, placements), square in shards.items():
         local += float(DTensor.from_local(square, mesh, placements).full_tensor())
     return math.sqrt(sum(report[0] for report in executor.gather((local,))))
+
+
+def _square(grad: Tensor) -> Tensor:
+    """The squared 2-norm in float64."""
+    real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+    return real.double().square().sum()
 
 
 def _scale(executor: Executor, norm: float, max_norm: float, skip: Iterable[Tensor]) -> None:

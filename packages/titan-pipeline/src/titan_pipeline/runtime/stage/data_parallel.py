@@ -48,7 +48,7 @@ class Wrapping(Protocol):
         ...
 
     def release(self) -> None:
-        """An evaluation has ended: free what it gathered."""
+        """Free gathered parameters: those of an evaluation that has ended, or of a forward outside of the stage."""
         ...
 
     def reset(self) -> None:
@@ -99,6 +99,10 @@ class _Plain:
 class _Ddp(_Plain):
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module = module
+
+    def begin(self) -> None:
+        """Buffers come from the first peer at the step's first forward. ``no_sync`` had switched that off for good."""
+        self._module.require_forward_param_sync = True
 
     def forward(self) -> AbstractContextManager[Any]:
         """The reducer ignores every gradient until it is armed."""

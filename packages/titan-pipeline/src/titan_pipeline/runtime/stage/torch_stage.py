@@ -110,6 +110,7 @@ class TorchStage:
         """See `Stage.begin`."""
         self._aux_weight = aux_weight
         self._aux_sum = None
+        self._wrapping.release()  # the module may have run alone meanwhile, with other weights
         if training:
             self._wrapping.begin()
 
@@ -216,14 +217,20 @@ class TorchStage:
             )
         value = aux.detach()
         self._aux_sum = value if self._aux_sum is None else self._aux_sum + value
-        outputs = output if isinstance(output, tuple) else (output,)
-        if not isinstance(outputs[0], Tensor):
+        outputs: tuple[Any, ...] = output if isinstance(output, tuple) else (output,)
+        able = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and (o.is_floating_point() or o.is_complex())]
+        if not able:
             raise ValueError(
-                f"stage {self.index} has an auxiliary loss, but its module returns a {type(output).__name__}. Return a "
-                "tensor, or a tuple that starts with one."
+                f"stage {self.index} has an auxiliary loss, but its module returns a {type(output).__name__} without a tensor "
+                "that can have a gradient. Return a floating-point or complex tensor, or a tuple with one."
             )
-        joined = (_WithAuxLoss.apply(outputs[0], aux, self._aux_weight), *outputs[1:])
-        return joined if isinstance(output, tuple) else joined[0]
+        # All of them: the next stage may use any. What was detached stays so, unless there is nothing else.
+        places = [i for i in able if outputs[i].requires_grad] or able
+        joined = dict(
+            zip(places, _WithAuxLoss.apply(aux, self._aux_weight, *(outputs[i] for i in places)), strict=True)
+        )
+        new = tuple(joined.get(i, o) for i, o in enumerate(outputs))
+        return new if isinstance(output, tuple) else new[0]
 
     def _run(self, inputs: tuple[Any, ...], target: Any, extra: Mapping[str, Any], training: bool) -> tuple[Any, ...]:
         if self._keywords is not None:
@@ -275,16 +282,17 @@ class _Kept(NamedTuple):
 
 
 class _WithAuxLoss(torch.autograd.Function):
-    """A stage's output, whose gradient's arrival also starts the auxiliary loss's."""
+    """A stage's outputs, whose gradients' arrival also starts the auxiliary loss's."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, aux: Tensor, weight: float) -> Tensor:
+    def forward(ctx: Any, aux: Tensor, weight: float, *outputs: Tensor) -> Any:
         ctx.weight = aux.new_full((), weight)
-        return output.view_as(output)
+        ctx.set_materialize_grads(False)
+        return tuple(o.view_as(o) for o in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], ctx.weight, None
+        return ctx.weight, None, *grads
 
 
 def _run_backward(pairs: list[tuple[Any, Tensor]]) -> None:

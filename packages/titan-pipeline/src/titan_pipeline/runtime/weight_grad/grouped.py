@@ -41,14 +41,14 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (grad,) = grads
         ends = ctx.ends
-        grad_x = _by_group(grad, ends, lambda g, rows: rows.mm(weight[g].t())) if ctx.needs_input_grad[1] else None
+        grad_x = _by_group(grad, ends, lambda g, rows: rows.mm(weight[g].mH)) if ctx.needs_input_grad[1] else None
         ctx.engine.defer(ctx.parameter, _grouped_weight_grad, x, grad, ends)
         return None, grad_x, None, None, None, None
 
 
 def _grouped_weight_grad(x: Tensor, grad: Tensor, ends: list[int]) -> Tensor:
     starts = [0, *ends[:-1]]
-    return torch.stack([x[a:b].t().mm(grad[a:b]) for a, b in zip(starts, ends, strict=True)])
+    return torch.stack([x[a:b].mH.mm(grad[a:b]) for a, b in zip(starts, ends, strict=True)])
 
 
 def _by_group(rows: Tensor, ends: list[int], product: Callable[[int, Tensor], Tensor]) -> Tensor:

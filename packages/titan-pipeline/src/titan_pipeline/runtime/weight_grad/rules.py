@@ -67,6 +67,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             rows = grad if grad.dim() == 2 else grad.reshape(-1, grad.shape[-1])
             same = grad.dtype == weight.dtype == x.dtype  # other than under autocast; each cast costs a microsecond
+            weight = weight.conj()  # itself, if real
             grad_x = rows.mm(weight) if same else rows.mm(weight.to(grad.dtype)).to(x.dtype)
             if grad.dim() != 2:
                 grad_x = grad_x.view(x.shape)
@@ -81,7 +82,7 @@ def _linear_grads(owners: Sequence[Tensor], grad: Tensor, x: Tensor) -> list[Ten
     grads: list[Tensor] = []
     for owner in owners:
         if owner.dim() == 2:
-            columns = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            columns = (x if x.dim() == 2 else x.reshape(-1, x.shape[-1])).conj()  # itself, if real
             grads.append(rows.t().mm(columns if columns.dtype == rows.dtype else columns.to(rows.dtype)))
         else:
             grads.append(rows.sum(0))
