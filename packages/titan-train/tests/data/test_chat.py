@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from titan_train.config import DataConfig, SourceConfig, TokenizerConfig
 from titan_train.data import DataLoader, MalformedInputError, build_chat_template, build_datasets
-from titan_train.data.sources.chat import Conversations, encode_conversation, messages_of
+from titan_train.data.sources.chat import Conversations, encode_conversation, messages_of, template_key
 from titan_train.tokenizers import ByteTokenizer, ChatTemplate, HfTokenizer
 from titan_train.tokenizers.chat_template import BUILT_IN
 
@@ -198,6 +198,15 @@ def test_messages_of_another_shape_and_tools_reach_the_template():
     for tools in ([{"name": "f"}], '[{"name": "f"}]'):  # many data sets hold them as JSON text
         document = chats.document(messages, {"tools": tools}, 1)
         assert document.text == '[{"name": "f"}]user=a;assistant=b;'
+
+
+def test_only_templates_that_read_reasoning_prepare_tokens_anew():
+    source = SourceConfig(name="chats", kind="jsonl", paths=("a",), messages_key="messages")
+    texts = [BUILT_IN["chatml"], "{{ messages[0].thinking }}"]
+    keys = [template_key(source, ChatTemplate(text, {})) for text in texts]
+    assert ["messages" in key for key in keys] == [False, True]
+    with_tools = template_key(source, ChatTemplate(BUILT_IN["chatml"], {}, tool_use="x"))
+    assert with_tools != keys[0] == template_key(source, ChatTemplate(BUILT_IN["chatml"], {}))
 
 
 def test_conversations_that_were_prepared_ahead_stay_whole(tmp_path):

@@ -168,3 +168,24 @@ def test_text_equals_that_of_transformers(source, tmp_path):
             expected = theirs.apply_chat_template(TALK[1:], tools=tools, tokenize=False, add_generation_prompt=prompt)
             ours = ChatTemplate(source, VARIABLES).render(TALK[1:], tools=tools, add_generation_prompt=prompt)
             assert ours == expected
+
+
+THOUGHT = "{% for m in messages %}{{ m.reasoning_content }}/{{ m.thinking }}: {{ m.content }}.{% endfor %}"
+
+
+def test_reasoning_by_any_of_its_names_reaches_the_template():
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        assert ChatTemplate(THOUGHT, {}).render([{"role": "assistant", "content": "b", name: "a"}]) == "a/a: b."
+    both = {"role": "assistant", "content": "b", "thinking": "a", "reasoning_content": "c"}
+    assert ChatTemplate(THOUGHT, {}).render([both]) == "c/a: b."
+
+
+def test_conversations_with_tools_take_the_template_for_tools():
+    template = ChatTemplate(CHATML, VARIABLES, tool_use="{{ tools | tojson }}" + UNMARKED)
+    tools = [{"name": "f"}]
+    assert template.render(TALK[:3]) == ChatTemplate(CHATML, VARIABLES).render(TALK[:3])
+    with_tools = template.render_spans(TALK[:3], tools=tools)
+    assert with_tools.text == template.render(TALK[:3], tools=tools)
+    assert with_tools.text.startswith('[{"name": "f"}]')
+    ((start, end),) = with_tools.spans  # found turn by turn, as that template has no marks
+    assert with_tools.text[start:end] == "Hello 👋<|im_end|>\n"

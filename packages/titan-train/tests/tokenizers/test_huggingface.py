@@ -126,6 +126,16 @@ def test_the_configuration_loads_it_with_its_template(folder):
     assert plain.source == BUILT_IN["plain"]
 
 
+def test_a_tokenizers_template_for_tools_is_taken_with_its_usual_one(folder):
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    both = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": both}))
+    tokenizer = HfTokenizer.from_folder(folder)
+    for template, texts in ((ChatTemplate.of(tokenizer), ["D", "T"]), (ChatTemplate.of(tokenizer, "X"), ["X", "X"])):
+        assert template is not None
+        assert [template.render([], tools=tools) for tools in (None, [{"name": "f"}])] == texts
+
+
 def test_the_last_template_of_a_list_is_not_taken_for_the_default(folder):
     both = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     both.append({"name": "../out", "template": "O"})  # no name of a file

@@ -41,6 +41,9 @@ _START, _END = "\ufdd0", "\ufdd1"
 
 _ANSWER = "What is behind this text ends it"
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message that may hold what was thought before the answer; the first that is there counts."""
+
 Message = Mapping[str, Any]
 """One turn: ``role``, ``content``, and what else the template reads."""
 
@@ -61,13 +64,18 @@ class ChatTemplate:
         source: The Jinja text.
         special_tokens: Variables such as ``bos_token`` and ``eos_token``.
         names: Names of all special tokens: an answer ends behind the last of them, not at the line break after it.
+        tool_use: The Jinja text for conversations with tools; empty takes ``source`` for them too.
 
     Raises:
         ValueError: If it is not a template.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], names: Collection[str] = ()) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], names: Collection[str] = (), *, tool_use: str = ""
+    ) -> None:
         self.source = source
+        self.tool_use = tool_use
+        self._with_tools = ChatTemplate(tool_use, special_tokens, names) if tool_use else self
         self._names = tuple(name for name in (*names, *special_tokens.values()) if name)
         self.special_tokens = dict(special_tokens)
         import jinja2
@@ -81,9 +89,12 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, source: str = "") -> "ChatTemplate | None":
-        """The template for a tokenizer: ``source``, else its own; None if it has none."""
-        text = source or (tokenizer.chat_template if isinstance(tokenizer, HfTokenizer) else None)
-        return None if text is None else cls(text, special_variables(tokenizer), tokenizer.special_ids)
+        """The template for a tokenizer: ``source``, else its own, with its ``tool_use`` for tools; None if it has none."""
+        text, tool_use = source or None, ""
+        if not source and isinstance(tokenizer, HfTokenizer):
+            text, tool_use = tokenizer.chat_template, tokenizer.more_templates.get("tool_use", "")
+        variables, names = special_variables(tokenizer), tokenizer.special_ids
+        return None if text is None else cls(text, variables, names, tool_use=tool_use)
 
     def render(
         self,
@@ -106,7 +117,8 @@ class ChatTemplate:
         Raises:
             ValueError: If the template refuses the conversation, or asks for what it may not have.
         """
-        text = self._render(messages, tools, add_generation_prompt, now, variables)
+        template = self._with_tools if tools else self
+        text = template._render(messages, tools, add_generation_prompt, now, variables)
         return text.replace(_START, "").replace(_END, "")
 
     def render_prompt(self, messages: Sequence[Message], *, now: datetime | None = None) -> RenderedChat:
@@ -127,6 +139,8 @@ class ChatTemplate:
             ValueError: As `render`; or no turn is the assistant's; or the template changes earlier turns and has no
                 generation block.
         """
+        if tools and self.tool_use:
+            return self._with_tools.render_spans(messages, tools=tools)
         if not any(message.get("role") == "assistant" for message in messages):
             raise ValueError("no message has the role 'assistant', so there is nothing to learn")
         if self.marks_answers:
@@ -179,7 +193,7 @@ class ChatTemplate:
             given["strftime_now"] = now.strftime
         try:
             return self._template.render(
-                messages=messages,
+                messages=[_with_reasoning(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -187,6 +201,12 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as err:
             raise ValueError(f"the chat template refuses the conversation ({err})") from err
+
+
+def _with_reasoning(message: Message) -> Message:
+    """The message with its reasoning under both names that templates read; any of three holds it, as in transformers."""
+    found = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _text_alone(number: int, message: Message) -> Message:

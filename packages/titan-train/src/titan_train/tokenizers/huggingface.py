@@ -48,7 +48,8 @@ class HfTokenizer:
         bos_token: Token that begins a document; empty takes the one in ``config``, or the usual name.
         eos_token: Token that ends a document; empty takes the one in ``config``, or the usual name.
         chat_template: The Jinja text; None takes the one in ``config``, if any.
-        more_templates: Further Jinja texts by name, such as ``tool_use``, beside those in ``config``: saved, never used.
+        more_templates: Further Jinja texts by name, beside those in ``config``: ``tool_use`` for conversations with tools;
+            others are only saved.
         vocab_size: Embeddings of the model. Where only special tokens lie beyond, such as Gemma 3's for images in its models of
             text, they are left out; a text that names one as a special token is then refused.
 

@@ -21,10 +21,10 @@ import numpy.typing as npt
 from titan_train.config import SourceConfig
 from titan_train.data.sources.document import Document
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, Tokenizer
-from titan_train.tokenizers.chat_template import check_message_text
+from titan_train.tokenizers.chat_template import REASONING, check_message_text
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-_INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_INSTEAD = ("tool_calls", "function_call", *REASONING)
 """What a turn may hold in place of a content, for templates that read it."""
 
 StoredTokens = npt.NDArray[np.int32]
@@ -131,7 +131,12 @@ def template_key(source: SourceConfig, template: ChatTemplate | None) -> dict[st
     """What a chat template contributes to the key of a folder of tokens: nothing for a source of plain text."""
     if not source.messages_key or template is None:
         return {}
-    return {"chat": [source.messages_key, template.source, template.special_tokens]}
+    key: dict[str, Any] = {"chat": [source.messages_key, template.source, template.special_tokens]}
+    if template.tool_use:
+        key["tool_use"] = template.tool_use
+    if any(name in template.source + template.tool_use for name in REASONING[:2]):
+        key["messages"] = 2  # 1 gave reasoning by the record's own name alone
+    return key
 
 
 def encode_conversation(document: Document, tokenizer: Tokenizer) -> StoredTokens:
@@ -201,7 +206,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
     for number, message in enumerate(cast("list[Any]", messages), start=1):
         if not isinstance(message, dict):
             raise ValueError(f"message {number} is {type(message).__name__}, not an object with role and content")
-        # columns of a table give None for what a row leaves out
+        # columns of a table give None for what a row leaves out; transformers drops such fields, a call's content among them
         turn = {str(key): value for key, value in cast("dict[Any, Any]", message).items() if value is not None}
         if "role" not in turn and "from" in turn:
             turn["role"] = _ROLES.get(str(turn["from"]), turn["from"])
