@@ -134,6 +134,11 @@ def check_inputs(config: Config) -> None:
     check_writable(cache_folder(config.data), "data.cache_dir")
 
 
+def has_tokenizer(config: Config) -> bool:
+    """Whether the tokenizer needs not be trained first."""
+    return not config.tokenizer.trains_here or is_trained(config.tokenizer, config.data)
+
+
 def prepare_inputs(config: Config, *, quiet: bool = False) -> None:
     """Train the tokenizer and tokenize the corpus, unless the cache has both. Shows progress.
 
@@ -169,7 +174,7 @@ def prepared_rows(config: Config, rows: int) -> list[list[int]] | None:
     data = config.data
     if task_name(config) != "text" or not data.document_mask or any(source.stream for source in data.sources):
         return None
-    if config.tokenizer.trains_here and not is_trained(config.tokenizer, data):
+    if not has_tokenizer(config):
         return None
     try:
         dataset = open_inputs(config).train

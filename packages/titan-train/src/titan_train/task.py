@@ -136,6 +136,10 @@ class Task(Protocol):
     def check(self, config: Config, model: "nn.Module") -> None:
         """Refuse with a ValueError what this kind of model cannot do, before any rank starts."""
 
+    def is_prepared(self, config: Config) -> bool:
+        """Whether `open` only reads: what `prepare` makes is there. Else `check` of a branch leaves its data to the ranks."""
+        return True
+
     def open(self, config: Config) -> TaskInputs:
         """Open what `prepare` made. Nothing in here communicates."""
         ...

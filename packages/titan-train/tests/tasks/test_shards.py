@@ -20,7 +20,7 @@ from titan_train.task import load_task
 from titan_train.tasks.diffusion.batches import FlowBatches
 from titan_train.tasks.diffusion.flow import generator
 from titan_train.tasks.diffusion.shards.encoders import Encoders
-from titan_train.tasks.diffusion.shards.features import SampleSizes, ShardFeatures, pack, unpack
+from titan_train.tasks.diffusion.shards.features import SampleSizes, ShardFeatures, are_indexed, pack, unpack
 from titan_train.tasks.diffusion.shards.images import decode_image
 from titan_train.tasks.diffusion.shards.prepare import encoding_device
 from titan_train.tasks.diffusion.shards.shard import write_folder_shard, write_tar_shard, write_tensors
@@ -80,7 +80,10 @@ def test_a_latent_is_drawn_from_its_mean_and_variance_by_seed_and_sample(form, t
 
 
 def test_both_forms_hold_the_same_samples(tmp_path):
-    folder, tar = (opened(write(tmp_path / form, [2, 3], form)) for form in WRITE)
+    wrote = [write(tmp_path / form, [2, 3], form) for form in WRITE]
+    assert [are_indexed(folder, folder / "cache") for folder in wrote] == [True, False]
+    folder, tar = (opened(folder) for folder in wrote)
+    assert are_indexed(wrote[1], wrote[1] / "cache")
     for number in range(5):
         for a, b in zip(folder.read(number, seed=1, sample=2), tar.read(number, seed=1, sample=2), strict=True):
             np.testing.assert_array_equal(a, b)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ from titan_testing import run_ranks
 from titan_train.cli import main
 from titan_train.config import dump_config, load_config, parse_config
 from titan_train.inputs import prepare_inputs
+from titan_train.models import build_model
 from titan_train.observe import ValidationRecord, read_run_info
 from titan_train.observe.run_info import settings_spans, stopped_early
 from titan_train.report import build_report, compare_runs
 from titan_train.run_folder import checkpoint_folders, find_start, resolve_starts
+from titan_train.tasks.text import TextTask
 from titan_train.train import Trainer
 from titan_train.train.best import BestValidation
+from titan_train.train.branch import check_branch
 
 SAME_SHAPES = {
     "name": "llama3_small",
@@ -142,6 +146,21 @@ def test_check_refuses_a_branch_that_its_parent_does_not_fit_in_the_words_of_run
             assert main(["run", *words]) == 2
             assert capsys.readouterr().err == err
     assert not (folder / "runs/misfit").exists()
+    assert not (tmp_path / "empty").exists()
+
+
+def test_the_data_of_a_branch_is_not_opened_where_that_would_prepare_it(folder, tmp_path):
+    class Opened(TextTask):
+        def open(self, config):
+            raise AssertionError
+
+    folder, _ = folder
+    config = configure(folder, "branch", checkpoint={"start_from": f"{folder}/runs/parent@4"})
+    whole = build_model(config.model, vocab_size=259)
+    with pytest.raises(AssertionError):
+        check_branch(config, whole, Opened())
+    untrained = {"kind": "sentencepiece", "vocab_size": 300}
+    check_branch(replace(config, tokenizer=configure(folder, "u", tokenizer=untrained).tokenizer), whole, Opened())
 
 
 def test_weights_of_another_run_start_a_run_of_its_own(folder, tmp_path):

@@ -14,7 +14,14 @@ import numpy as np
 from titan_train.config import Config
 from titan_train.data.sources.encoding import begin_ids
 from titan_train.files import write_atomic
-from titan_train.inputs import Inputs, check_inputs, open_inputs, prepare_inputs, vocab_size_without_training
+from titan_train.inputs import (
+    Inputs,
+    check_inputs,
+    has_tokenizer,
+    open_inputs,
+    prepare_inputs,
+    vocab_size_without_training,
+)
 from titan_train.task import Task, TaskInputs
 
 if TYPE_CHECKING:
@@ -41,6 +48,9 @@ class TextTask(Task):
 
     def vocab_size(self, config: Config) -> int | None:
         return vocab_size_without_training(config)
+
+    def is_prepared(self, config: Config) -> bool:
+        return has_tokenizer(config)  # shards that are not there are refused, not made
 
     def open(self, config: Config) -> TaskInputs:
         return cast(

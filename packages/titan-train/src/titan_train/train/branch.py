@@ -52,7 +52,8 @@ def check_branch(config: Config, whole: nn.Module, task: Task) -> None:
         return
     inputs: TaskInputs | None = None
     with contextlib.suppress(ValueError, OSError):  # not prepared yet
-        inputs = task.open(config)
+        if task.is_prepared(config):
+            inputs = task.open(config)
     if inputs is not None and (position := _position(reader)) is not None:
         check_position(position, inputs.train)
 

@@ -213,8 +213,10 @@ def test_an_image_that_is_there_by_now_is_taken_when_the_data_is_prepared_again(
     ask = {"prompt": "colour?", "answer": "red"}
     write_lines(tmp_path, [ask, ask, {"image": "late.png", **ask}])
     settings = config(tmp_path)
+    assert not VisionTask().is_prepared(settings)
     for _ in range(2):
         VisionTask().prepare(settings)
+        assert VisionTask().is_prepared(settings)
         assert len(VisionInputs(settings).train.items) == 1
     picture(tmp_path / "late.png")
     assert len(VisionInputs(settings).train.items) == 1  # ranks take what was prepared

@@ -10,6 +10,7 @@ from titan_mesh import Mesh
 from torch import Tensor, nn
 
 from titan_train.config import Config
+from titan_train.data import cache_folder
 from titan_train.files import write_atomic
 from titan_train.models.arguments import model_args
 from titan_train.models.call import computes_on
@@ -20,6 +21,7 @@ from titan_train.tasks.diffusion.batches import VALIDATION_TIMES, FlowBatches, F
 from titan_train.tasks.diffusion.context import joint_context, plan_joint
 from titan_train.tasks.diffusion.flow import shift_of
 from titan_train.tasks.diffusion.sampling import image_grid, sample_latents, write_png
+from titan_train.tasks.diffusion.shards.features import are_indexed
 from titan_train.tasks.diffusion.shards.images import list_images
 from titan_train.tasks.diffusion.source import check_source, open_source, prepare_source
 
@@ -55,6 +57,10 @@ class DiffusionTask(Task):
             )
         if parallel.cp > 1:
             plan_joint(config, args.num_heads, args.head_dim, 0, torch.float32)
+
+    def is_prepared(self, config: Config) -> bool:
+        diffusion = config.diffusion
+        return diffusion.source != "shards" or are_indexed(Path(diffusion.path).expanduser(), cache_folder(config.data))
 
     def open(self, config: Config) -> TaskInputs:
         return DiffusionInputs(config)

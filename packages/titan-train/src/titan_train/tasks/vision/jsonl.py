@@ -41,6 +41,7 @@ from titan_train.tasks.vision.images import (
 from titan_train.tasks.vision.rows import Grid
 
 _THUMBNAIL = 96  # pixels
+_INDEX = "index.jsonl"
 _FIELDS = {"prompt", "answer", "image"}
 _INDEX_NAME = "vision_index.txt"  # in a run's folder: the index that it began with
 
@@ -66,7 +67,7 @@ def prepare_index(config: Config, args: EncoderArgs, *, again: bool = False) -> 
         ValueError: A file or a line is not what it should be, or nothing is usable.
     """
     files = list_lines(config.vision.paths)
-    folder = PreparedFolder(index_folder(config, args, files), "index.jsonl", str)
+    folder = PreparedFolder(index_folder(config, args, files), _INDEX, str)
 
     began = _began_with(config)
     for kept in folder.path.glob("index-*.jsonl"):
@@ -87,6 +88,11 @@ def prepare_index(config: Config, args: EncoderArgs, *, again: bool = False) -> 
                     folder.state_path.rename(folder.path / f"{index_name(read_text(folder.state_path))}.jsonl")
                 write_atomic(folder.state_path, "".join(_index(config, args, files, folder)))
     return folder.state_path
+
+
+def is_indexed(config: Config, args: EncoderArgs) -> bool:
+    """Whether `prepare_index` has been here."""
+    return (index_folder(config, args, list_lines(config.vision.paths)) / _INDEX).is_file()
 
 
 def index_name(content: str) -> str:

@@ -14,7 +14,7 @@ from titan_train.config import Config
 from titan_train.data import build_tokenizer, cache_folder, check_sources
 from titan_train.data.sources.encoding import begin_ids
 from titan_train.files import read_text, write_atomic
-from titan_train.inputs import vocab_size_without_training
+from titan_train.inputs import has_tokenizer, vocab_size_without_training
 from titan_train.models.arguments import model_args
 from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
 from titan_train.models.vision_language.args import EncoderArgs
@@ -29,6 +29,7 @@ from titan_train.tasks.vision.context import ImageTextContext
 from titan_train.tasks.vision.jsonl import (
     IndexedLines,
     index_name,
+    is_indexed,
     keep_index_name,
     list_lines,
     prepare_index,
@@ -91,6 +92,9 @@ class VisionTask(Task):
                 raise ValueError(
                     f"model.args: the image token {min(used)} is a byte of the tokenizer 'bytes'. Use tokens from 259 on."
                 )
+
+    def is_prepared(self, config: Config) -> bool:
+        return has_tokenizer(config) and (config.vision.source != "jsonl" or is_indexed(config, _args(config)))
 
     def open(self, config: Config) -> TaskInputs:
         return VisionInputs(config)

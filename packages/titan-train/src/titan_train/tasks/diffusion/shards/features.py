@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from titan_train.tasks.diffusion.batches import Features
 from titan_train.tasks.diffusion.flow import FloatArray, generator
-from titan_train.tasks.diffusion.shards.shard import SafetensorsShard, ShardFile, TarShard, read_tensors
+from titan_train.tasks.diffusion.shards.shard import SafetensorsShard, ShardFile, TarShard, read_tensors, table_of
 
 EMPTY_NAME = "empty.safetensors"
 """The features ``text`` and ``pooled`` of the empty text."""
@@ -122,6 +122,12 @@ class ShardFeatures:
 def list_shards(folder: Path, part: str) -> list[Path]:
     """The shards ``part-*`` of a folder, in the order of their names."""
     return sorted(path for suffix in _SUFFIXES for path in folder.glob(f"{part}-*{suffix}"))
+
+
+def are_indexed(folder: Path, cache_dir: Path) -> bool:
+    """Whether every tar file of a folder has its table of contents."""
+    paths = (*list_shards(folder, "train"), *list_shards(folder, "validation"))
+    return all(table_of(path, cache_dir).is_file() for path in paths if path.suffix == ".tar")
 
 
 def pack(latent: FloatArray) -> FloatArray:

@@ -98,9 +98,7 @@ class TarShard:
 
     def __init__(self, path: Path, cache_dir: Path) -> None:
         self.path = path
-        status = path.stat()
-        stamp = hashlib.sha256(repr((path.name, status.st_size, status.st_mtime_ns)).encode()).hexdigest()
-        table = cache_dir / "latent-shards" / f"{path.stem}-{stamp[:16]}.json"
+        table = table_of(path, cache_dir)
         try:
             found = json.loads(table.read_bytes())
             self._keys, self._places, shapes = found["keys"], found["places"], found["shapes"]
@@ -135,6 +133,13 @@ class TarShard:
             text = read_range(self.path, start, min(size, _CAPTION_BYTES)).decode(errors="replace").strip()
             found.append(text or self.name_of(number))
         return found
+
+
+def table_of(path: Path, cache_dir: Path) -> Path:
+    """Where the table of contents of a tar file is kept."""
+    status = path.stat()
+    stamp = hashlib.sha256(repr((path.name, status.st_size, status.st_mtime_ns)).encode()).hexdigest()
+    return cache_dir / "latent-shards" / f"{path.stem}-{stamp[:16]}.json"
 
 
 ShardFile = SafetensorsShard | TarShard
