@@ -150,8 +150,9 @@ def test_check_knows_copies_whose_sequences_are_cut(capsys):
 
 
 def test_data_tokenizer_writes_a_tokenizer_that_loads(tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"value_{i} = compute({i * i}, name='{i % 13}')\n" for i in range(4000)))
+    text = tmp_path / "text.JSONL"
+    rows = [f"value_{i} = compute({i * i}, name='{i % 13}')\n" for i in range(4000)]
+    text.write_text("".join(json.dumps({"text": "".join(rows[i : i + 40])}) + "\n" for i in range(0, 4000, 40)))
     out = tmp_path / "tokenizer"
     assert main(["data", "tokenizer", "--out", str(out), "--vocab-size", "310", str(text)]) == 0
 
@@ -159,6 +160,7 @@ def test_data_tokenizer_writes_a_tokenizer_that_loads(tmp_path, capsys):
 
     tokenizer = load_tokenizer(out)
     assert tokenizer.decode(tokenizer.encode("value_7 = compute(49)\n")) == "value_7 = compute(49)\n"
+    assert tokenizer.encode('{"text": "').size > 8  # the lines' own words were not learned
     assert "310 pieces" in capsys.readouterr().out
 
 

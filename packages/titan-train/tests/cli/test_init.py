@@ -41,6 +41,7 @@ def test_a_model_and_data_of_ones_own_are_filled_in(tmp_path, monkeypatch, capsy
     assert 'init = "hf:org/name"' in text
     assert 'kind = "text"\npaths = ["text/*.txt"]' in text
     assert "[tokenizer]" not in text
+    assert 'kind = "text"' in starting_point("sft", data="A.TXT")
     assert main(["init", "lora", "--model", "hf:org/name", "--data", "hf:datasets/org/name"]) == 0
     assert "run lora.toml --download" in capsys.readouterr().out
     config = load_config("lora.toml")

@@ -2,9 +2,12 @@
 
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,9 @@ from titan_train.eval.ranks import Ranks
 from titan_train.export import hf_folder
 from titan_train.export.run import export_run
 from titan_train.export.tokenizer_json import folder_text
-from titan_train.generation import load_run
+from titan_train.generation import LoadedRun, load_run
+from titan_train.tokenizers import ChatTemplate
+from titan_train.tokenizers.chat_template import BUILT_IN
 
 TEXTS = ["def f0(x):\n    return x + 3\n", "", "something that was never trained on: ü", "x" * 200]
 
@@ -85,6 +90,22 @@ def test_ranks_exchange_documents_with_dates() -> None:
     assert found == {"task": [{"doc": {"day": "2024-05-01", "n": 3}, "resps": [[(-1.5, True)]], 4: None}]}
 
 
+def test_an_answer_ends_where_the_template_ends_it(
+    loaded_run: Callable[..., LoadedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = loaded_run("gpt_debug")
+    template = ChatTemplate.of(run.tokenizer, BUILT_IN["chatml"].replace("<|im_end|>", "<pad>"))
+    asked: dict[str, Any] = {}
+
+    def generate(model: Any, prompts: Any, **options: Any) -> list[list[int]]:
+        asked.update(options)
+        return [[]]
+
+    monkeypatch.setattr("titan_train.eval.model.generate", generate)
+    eval_model_of(replace(run, template=template), "tiny").greedy([1], 2)
+    assert asked["stop_ids"] == [run.tokenizer.eos_id, run.tokenizer.pad_id]
+
+
 def test_scores_are_those_of_a_plain_forward_whatever_the_batch(folder: Path) -> None:
     run = load_run(trained(folder, "qwen3_debug", rope_theta=5000.0), device="cpu")
     model = eval_model_of(run, "tiny")
@@ -147,7 +168,7 @@ def test_the_token_that_ends_a_text_is_found_however_a_published_folder_writes_i
         file.unlink()
     model = load_eval_model(tmp_path / "out")
     assert (model.eos_id, model.prefix_id) == (257, 256)
-    assert folder_text(tmp_path / "out", [*b"ab", 257, *b"c"]) == "ab"
+    assert folder_text(tmp_path / "out", [*b" ab", 257, *b"c"]) == " ab"
     file.write_text(json.dumps(config | {"pad_token": "[PAD] of another vocabulary"}))
     assert folder_text(tmp_path / "out", [*b"ab"]) == "ab"
 
@@ -205,7 +226,7 @@ def test_tasks_score_each_request_as_the_harness_scores_the_export(folder: Path,
     from lm_eval.tasks import TaskManager
     from titan_train.eval.harness import run_tasks
 
-    run_dir = trained(folder, "qwen3_debug", rope_theta=5000.0)
+    run_dir = trained(folder, "qwen3_debug", data={"add_bos": True}, rope_theta=5000.0)
     export_run(run_dir, tmp_path / "hf", dtype="fp32", gate=False)
     (tmp_path / "tasks").mkdir()
     include = task_files(tmp_path / "tasks")

@@ -17,13 +17,14 @@ def trained(
     steps: int = 6,
     tokenizer: dict[str, object] | None = None,
     model: dict[str, object] | None = None,
+    data: dict[str, object] | None = None,
     **args: object,
 ) -> Path:
     """The folder of a run of a few large steps, so that logits differ from those of the first weights; of none, if 0.
 
     Tests that ask for the same settings share one run: its folder's parent is named by all that is asked.
     """
-    asked = json.dumps([name, run, steps, tokenizer, model, args], sort_keys=True)
+    asked = json.dumps([name, run, steps, tokenizer, model, data, args], sort_keys=True)
     runs = folder / "runs" / f"{zlib.crc32(asked.encode()):08x}"
     tree = {
         "run": {"dir": str(runs), "name": run or name},
@@ -32,6 +33,7 @@ def trained(
         "data": {
             "cache_dir": str(folder / "cache"),
             "sources": [{"name": "text", "kind": "text", "paths": [str(folder / "text.txt")]}],
+            **(data or {}),
         },
         "train": {"steps": steps or 1, "global_batch": 4},
         "optimizer": {"lr": 1e-2},

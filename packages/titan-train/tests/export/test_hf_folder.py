@@ -79,6 +79,13 @@ def test_transformers_computes_what_the_run_computes(name: str, folder: Path, tm
             for x in (load_run(run_dir), load_served(tmp_path / "model"))
         ]
         assert texts[0] == texts[1]
+        loaded = HfModel(tmp_path / "model")
+        for ask in (
+            lambda: loaded.logits(torch.zeros(1, 513, dtype=torch.int64)),
+            lambda: loaded.greedy([1] * 500, 14),
+        ):
+            with pytest.raises(ValueError, match="513 positions are needed, but the model has learned 512"):
+                ask()
 
 
 def test_the_token_that_ends_an_answer_is_exported(loaded_run: Callable[..., LoadedRun]) -> None:

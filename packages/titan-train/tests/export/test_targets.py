@@ -25,7 +25,7 @@ from titan_train.export.gguf.folder import check_gguf
 from titan_train.export.load import load_exported
 from titan_train.export.run import export_run
 from titan_train.export.step_model import StepModel
-from titan_train.generation import LoadedRun, Sampling, generate, load_run, stream_text
+from titan_train.generation import LoadedRun, Sampling, encode_prompt, generate, load_run, stream_text
 from titan_train.models import build_model
 from titan_train.models.registry import families
 from titan_train.run_folder import read_config
@@ -52,6 +52,14 @@ def test_gguf_computes_what_the_run_computes(name: str, folder: Path, tmp_path: 
     checks = export_run(run_dir, tmp_path / "model", to=["gguf"], dtype="fp32")["gguf"]
     assert [check.name for check in checks] == ROWS
     assert checks[2].measured == "3 of 3 prompts equal"
+    if name == "gpt_debug":
+        loaded = load_exported(tmp_path / "model")
+        for ask in (
+            lambda: loaded.logits(torch.zeros(1, 513, dtype=torch.int64)),
+            lambda: loaded.greedy([1] * 500, 14),
+        ):
+            with pytest.raises(ValueError, match="513 positions are needed, but the model has learned 512"):
+                ask()
 
 
 @pytest.mark.slow
@@ -184,7 +192,8 @@ SLOW_ONNX = ("llama3_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug")
 def test_onnx_computes_what_the_run_computes(name: str, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
-    run_dir = trained(folder, name, **(DENSE | YARN).get(name, {}))
+    begun = {"add_bos": True} if name == "gpt_debug" else None  # the example begins a text so too
+    run_dir = trained(folder, name, data=begun, **(DENSE | YARN).get(name, {}))
     checks = export_run(run_dir, tmp_path / "model", to=["onnx"], dtype="fp32")["onnx"]
     assert [check.name for check in checks] == ROWS
     loaded = load_exported(tmp_path / "model")
@@ -202,7 +211,7 @@ def test_onnx_computes_what_the_run_computes(name: str, folder: Path, tmp_path: 
         example, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     run = load_run(run_dir, device="cpu")
-    (new,) = generate(run.model, [run.tokenizer.encode("def f(").tolist()], max_new_tokens=40)
+    (new,) = generate(run.model, [encode_prompt(run, "def f(")], max_new_tokens=40)
     assert written.stdout.rstrip("\n") == "def f(" + run.tokenizer.decode(new).rstrip("\n")
     answers_as_the_run(tmp_path / "model", run)
     if name == "gpt_debug":

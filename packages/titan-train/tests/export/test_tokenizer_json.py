@@ -3,6 +3,7 @@
 import base64
 import io
 import itertools
+import json
 import sysconfig
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -12,7 +13,7 @@ import sentencepiece
 from titan_train.export.gate import HARD_TEXTS
 from titan_train.export.gguf.tokenizer import write_tokenizer
 from titan_train.export.hf_folder import write_tokenizer_files
-from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
+from titan_train.export.tokenizer_json import folder_text, special_tokens, tokenizer_json
 from titan_train.tokenizers import (
     ByteTokenizer,
     ChatTemplate,
@@ -163,6 +164,26 @@ def test_a_sentencepiece_model_that_adds_a_space_is_written_and_one_that_normali
         assert written.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids)
     assert tokenizer_json(published(TEXTS[:10], normalization_rule_name="nmt_nfkc")) is None
     assert tokenizer_json(published(TEXTS[:10], remove_extra_whitespaces=True)) is None
+
+
+def test_text_behind_a_prompt_keeps_the_space_that_it_begins_with(tmp_path: Path) -> None:
+    tokenizer = published(TEXTS[:10])
+    write_tokenizer_files(tmp_path, tokenizer, 64)
+    prompt, whole = tokenizer.encode("import").tolist(), tokenizer.encode("import os").tolist()
+    assert whole[: len(prompt)] == prompt
+    ids = [*whole[len(prompt) :], tokenizer.eos_id, *prompt]
+    assert folder_text(tmp_path, ids) == " os"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "of another vocabulary"}')
+    assert folder_text(tmp_path, ids, [tokenizer.eos_id]) == " os"
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_a_model_file_alone_says_with_what_a_text_begins(add_bos: bool, tmp_path: Path) -> None:
+    tokenizer = published(TEXTS[:10], normalization_rule_name="nmt_nfkc")
+    write_tokenizer_files(tmp_path, tokenizer, 64, add_bos=add_bos)
+    assert not (tmp_path / "tokenizer.json").exists()
+    content = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert content == {"add_bos_token": add_bos, "bos_token": "<s>", "eos_token": "</s>"}
 
 
 def test_a_unigram_model_whose_sums_need_rounding_is_not_written() -> None:

@@ -1,11 +1,14 @@
 """What a folder of the hub says beside its weights."""
 
+import shutil
+
 import pytest
 from titan_train.export.hf_folder import write_tokenizer_files
+from titan_train.export.load import stop_ids_of
 from titan_train.export.step_model import SteppedModel
 from titan_train.generation import encode_prompt
-from titan_train.serve.folder import load_served, stop_ids_of
-from titan_train.tokenizers import ChatTemplate, train_sentencepiece
+from titan_train.serve.folder import load_served
+from titan_train.tokenizers import ByteTokenizer, ChatTemplate, train_sentencepiece
 from titan_train.tokenizers.chat_template import BUILT_IN
 
 
@@ -26,7 +29,7 @@ def test_the_tokens_that_end_a_text_are_read(files, ids, tmp_path):
 
 
 class Steps(SteppedModel):
-    description = {"max_positions": 64, "step": 3}  # noqa: RUF012
+    description = {"max_positions": None, "seq_len": 4096, "step": 3}  # noqa: RUF012
 
     def __init__(self) -> None:
         pass
@@ -45,6 +48,18 @@ def test_an_export_is_served_with_its_chat_template_and_beginning_whatever_its_t
     monkeypatch.setattr("titan_train.serve.folder.load_exported", lambda *_, **__: Steps())
     served = load_served(tmp_path)
     assert served.tokenizer.kind == "sentencepiece"
+    assert served.config.model.seq_len == 4096  # of the training, which limits prompts
     assert served.template is not None
     assert served.template.source == BUILT_IN["plain"]
     assert encode_prompt(served, "def") == [*([tokenizer.bos_id] if add_bos else []), *tokenizer.encode("def")]
+
+
+def test_a_published_folder_with_both_files_is_served_with_its_tokenizer_json(tmp_path, monkeypatch):
+    write_tokenizer_files(tmp_path / "folder", ByteTokenizer(), 64)
+    train_sentencepiece(["def f(value):\n    return value\n"] * 50, 300).save(tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "tokenizer.model", tmp_path / "folder")
+    (tmp_path / "folder" / "model.onnx").touch()
+    monkeypatch.setattr("titan_train.serve.folder.load_exported", lambda *_, **__: Steps())
+    served = load_served(tmp_path / "folder")
+    assert served.tokenizer.kind == "hf"
+    assert encode_prompt(served, "def") == list(b"def")

@@ -66,6 +66,8 @@ def test_a_completion_is_what_generate_gives(client: Any, run: LoadedRun) -> Non
     ]
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
     assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 40, "total_tokens": 47}
+    twice = client.post("/v1/completions", json=body | {"max_tokens": 2, "n": 2}).json()
+    assert twice["usage"]["prompt_tokens"] == 7  # as OpenAI counts, whatever the answers
     sampled = {"prompt": "def f(", "max_tokens": 20, "temperature": 0.9, "top_p": 0.8, "seed": 5}
     text = client.post("/v1/completions", json=sampled).json()["choices"][0]["text"]
     assert text == whole(run, encode_prompt(run, "def f("), 20, temperature=0.9, top_p=0.8)
@@ -94,6 +96,8 @@ def test_a_chat_streams_what_it_answers_at_once(client: Any, run: LoadedRun) -> 
     counted = body | {"stream": True, "stream_options": {"include_usage": True}}
     with client.stream("POST", "/v1/chat/completions", json=counted) as reply:
         *others, last = events(reply)
+    with client.stream("POST", "/v1/chat/completions", json=counted | {"n": 3}) as reply:
+        assert events(reply)[-1]["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
     usage = client.post("/v1/chat/completions", json=body).json()["usage"]
     assert usage["completion_tokens"] == 30
     assert (last["choices"], last["usage"]) == ([], usage)

@@ -202,8 +202,8 @@ def tokenizer(parser: CommandParser, words: Sequence[str]) -> int:
 
     from titan_train.config import SourceConfig
 
-    lines = tuple(file for file in arguments.files if ".jsonl" in file)
-    texts = tuple(file for file in arguments.files if ".jsonl" not in file)
+    lines = tuple(file for file in arguments.files if ".jsonl" in file.lower())
+    texts = tuple(file for file in arguments.files if ".jsonl" not in file.lower())
     sources = [SourceConfig(name="lines", kind="jsonl", paths=lines, text_key=arguments.text_key)] if lines else []
     sources += [SourceConfig(name="texts", kind="text", paths=texts)] if texts else []
     train_tokenizer(

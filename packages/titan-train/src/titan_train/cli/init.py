@@ -89,5 +89,5 @@ def _changed(pattern: str, new: str, text: str) -> str:
 
 def _kind(data: str, kind: str) -> str:
     """The kind of source that a name suggests."""
-    found = next((source for ending, source in _KINDS.items() if ending in Path(data).name), None)
+    found = next((source for ending, source in _KINDS.items() if ending in Path(data).name.lower()), None)
     return found or ("parquet" if data.startswith("hf:") else "text" if kind == "continue" else "jsonl")

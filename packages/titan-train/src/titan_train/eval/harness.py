@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):
         return self.model.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self.model.encode(string)
+        return self.model.encode(string) if add_special_tokens is False else self.model.encode_begun(string)
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]

@@ -9,13 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_train.export.load import load_exported, refuse_options_of_runs, target_of, using
+from titan_train.eval.ranks import Ranks
+from titan_train.export.load import load_exported, refuse_options_of_runs, stop_ids_of, target_of, using
 from titan_train.export.step_model import DESCRIPTION
-from titan_train.export.tokenizer_json import folder_ids
+from titan_train.export.tokenizer_json import folder_ids, ids_until, special_tokens
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, generate, load_run
+from titan_train.generation.run import saved_step
 from titan_train.models.traits import traits_of
+from titan_train.run_folder import read_config
 from titan_train.tokenizers import HfTokenizer
+from titan_train.tokenizers.chat_template import answer_stops
+from titan_train.tokenizers.huggingface import ids_before_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +34,36 @@ class EvalModel:
     """A text's ids, without tokens that begin or end it."""
     decode: Callable[[Sequence[int]], str]
     greedy: Callable[[Sequence[int], int], list[int]]
-    """The most likely tokens after a prompt, at most so many, without the token that ends a text."""
+    """The most likely tokens after a prompt, at most so many, up to a token that ends a text or an answer."""
     prefix_id: int
     """Begins a text that has nothing before it: the beginning-of-text token, else the end-of-text token."""
     eos_id: int
     max_length: int
     """Tokens that the model is asked to read at once."""
+    begin_ids: Sequence[int] = ()
+    """What the tokenizer puts before a text where special tokens are asked for."""
+    begin_name: str = ""
+    """Begins a text that has them already."""
     device: torch.device | None = None
     """Where tokens go; None is the CPU."""
+
+    def encode_begun(self, text: str) -> list[int]:
+        """A text's ids behind `begin_ids`, once."""
+        return [*self.begin_ids, *self.encode(text.removeprefix(self.begin_name))]
+
+
+def step_of_all(folder: Path, step: int | None, ranks: Ranks) -> int | None:
+    """The checkpoint of a run that all ranks take, though the run may save another meanwhile; as given for an exported folder.
+
+    Collective.
+
+    Raises:
+        ValueError: As of `load_run`.
+    """
+    if ranks.world_size == 1 or target_of(folder) is not None:
+        return step
+    read_config(folder)  # refuses what is no run's folder
+    return ranks.gather(saved_step(folder, step))[0]
 
 
 def load_eval_model(
@@ -81,14 +108,14 @@ def eval_model_of(run: LoadedRun, name: str, *, max_length: int | None = None) -
     if learned is not None and length > learned:
         raise ValueError(f"max_length={length}, but the model has learned {learned} positions. Use at most {learned}.")
 
+    ends = [tokenizer.eos_id, *answer_stops(tokenizer, run.template)[0]]
+
     @torch.no_grad()
     def logits(tokens: Tensor) -> Tensor:
         return model(tokens).float()
 
     def greedy(prompt: Sequence[int], count: int) -> list[int]:
-        return generate(
-            model, [prompt], max_new_tokens=count, stop_ids=[tokenizer.eos_id], vocab_size=tokenizer.vocab_size
-        )[0]
+        return generate(model, [prompt], max_new_tokens=count, stop_ids=ends, vocab_size=tokenizer.vocab_size)[0]
 
     return EvalModel(
         name=f"{name}, step {run.step}",
@@ -99,6 +126,8 @@ def eval_model_of(run: LoadedRun, name: str, *, max_length: int | None = None) -
         prefix_id=tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         max_length=length,
+        begin_ids=run.begin_ids,
+        begin_name=special_tokens(tokenizer).get("bos_token", "") if run.begin_ids else "",
         device=next(model.parameters()).device,
     )
 
@@ -112,7 +141,8 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
             )
         tokenizer = HfTokenizer.from_folder(folder)
         exported = load_exported(folder, trust_code=trust_code)
-        eos = tokenizer.eos_id
+        eos, begin = tokenizer.eos_id, ids_before_text(folder)
+        ends = {eos, *stop_ids_of(folder)}
         length = max_length or _read_at_once(folder, tokenizer.config)
 
     def logits(tokens: Tensor) -> Tensor:
@@ -123,8 +153,7 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
 
     def greedy(prompt: Sequence[int], count: int) -> list[int]:
         with using(folder):
-            found = exported.greedy(prompt, count)
-        return found[: found.index(eos)] if eos in found else found
+            return ids_until(exported.greedy(prompt, count), ends)
 
     return EvalModel(
         name=str(folder),
@@ -135,6 +164,8 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
         prefix_id=eos if tokenizer.bos_id is None else tokenizer.bos_id,
         eos_id=eos,
         max_length=length,
+        begin_ids=begin,
+        begin_name=special_tokens(tokenizer).get("bos_token", "") if begin else "",
     )
 
 

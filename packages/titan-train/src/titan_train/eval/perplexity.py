@@ -89,8 +89,8 @@ def read_texts(files: Sequence[Path]) -> list[str]:
     texts: list[str] = []
     for file in files:
         try:
-            content = read_text(file)
-            if file.suffix != ".jsonl":
+            content = read_text(file).removeprefix("\ufeff")  # a byte-order mark, as training has it
+            if file.suffix.lower() != ".jsonl":
                 texts.append(content)
                 continue
             for number, line in enumerate(content.split("\n"), start=1):

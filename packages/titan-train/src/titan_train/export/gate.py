@@ -59,6 +59,16 @@ class Exported(Protocol):
         ...
 
 
+def check_positions(needed: int, limit: int | None) -> None:
+    """Refuse more positions than a model has learned.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    if limit is not None and needed > limit:
+        raise ValueError(f"{needed} positions are needed, but the model has learned {limit}. Shorten the text.")
+
+
 class Follows(Protocol):
     """An artefact that is too slow to continue prompts token by token."""
 

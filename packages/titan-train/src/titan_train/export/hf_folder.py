@@ -153,6 +153,7 @@ def write_tokenizer_files(
             "the %s tokenizer cannot be written as tokenizer.json; its own files are exported", tokenizer.kind
         )
         tokenizer.save(folder)
+        write_json(folder / "tokenizer_config.json", {"add_bos_token": add_bos, **special_tokens(tokenizer)})
         return
     write_atomic(folder / "tokenizer.json", text)
     write_json(

@@ -10,7 +10,7 @@ from titan_ckpt.interop.safetensors_folder import SafetensorsReader
 from titan_ckpt.state.dtypes import DTYPES
 from torch import Tensor
 
-from titan_train.export.gate import WITHOUT_PROOF, followed
+from titan_train.export.gate import WITHOUT_PROOF, check_positions, followed
 from titan_train.lazy import require
 from titan_train.models.hf.device import keep_kernels_on_gpus
 from titan_train.models.hf.folder import PREFIX, read_published
@@ -30,6 +30,8 @@ class HfModel:
 
     def _load(self, folder: Path, **how: Any) -> None:
         transformers = _transformers()
+        from titan_train.models.hf.decoder import learned_positions  # imports transformers
+
         files = SafetensorsReader(folder)
         # a folder's own Python code is refused, not asked about, and weights in a pickle are not read
         refuse_code_in(folder, known=transformers.CONFIG_MAPPING)
@@ -47,16 +49,19 @@ class HfModel:
         _check_complete(folder, report)
         _check_dtypes(folder, files, loaded)
         self.module: Any = loaded.eval() if how else loaded.eval().float()
+        self._positions = learned_positions(loaded)
         self._tokenizer: Any = None
         if (folder / "tokenizer.json").is_file():
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
 
     def logits(self, tokens: Tensor) -> Tensor:
+        check_positions(tokens.shape[1], self._positions)
         with torch.no_grad():
             return self.module(tokens).logits.float()
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The most likely tokens after a prompt, by transformers' own ``generate``."""
+        check_positions(len(prompt) + count - 1, self._positions)  # the last token is not read
         return self.module.generate(
             torch.tensor([list(prompt)]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
             max_new_tokens=count, min_new_tokens=count, eos_token_id=None, pad_token_id=0,

@@ -46,7 +46,7 @@ here = Path(__file__).parent
 tokenizer = tokenizers.Tokenizer.from_file(str(here / "tokenizer.json"))
 session = onnxruntime.InferenceSession(str(here / "model.onnx"), providers=["CPUExecutionProvider"])
 past = {x.name: np.zeros((1, x.shape[1], 0, x.shape[3]), np.float32) for x in session.get_inputs()[3:]}
-ids = new = tokenizer.encode(sys.argv[1], add_special_tokens=False).ids
+ids = new = tokenizer.encode(sys.argv[1]).ids
 for _ in range(40):
     fed = {"input_ids": [new], "attention_mask": [[1] * len(ids)], "position_ids": [list(range(len(ids)))[-len(new):]]}
     logits, *present = session.run(None, {name: np.array(x, np.int64) for name, x in fed.items()} | past)
@@ -66,7 +66,7 @@ here = Path(__file__).parent
 most = json.loads((here / "export.json").read_text())["max_positions"]
 tokenizer = tokenizers.Tokenizer.from_file(str(here / "tokenizer.json"))
 session = onnxruntime.InferenceSession(str(here / "model.onnx"), providers=["CPUExecutionProvider"])
-ids = tokenizer.encode(sys.argv[1], add_special_tokens=False).ids
+ids = tokenizer.encode(sys.argv[1]).ids
 for _ in range(40):
     (logits,) = session.run(None, {"input_ids": np.array([ids[-most:]], np.int64)})
     ids.append(int(logits[0, -1].argmax()))

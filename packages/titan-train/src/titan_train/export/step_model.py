@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_train.export.gate import check_positions
 from titan_train.export.tokenizer_json import folder_ids
 from titan_train.files import read_text, write_atomic
 from titan_train.generation import supports_cache
@@ -250,9 +251,7 @@ class SteppedModel(ABC):
         return found
 
     def _check(self, length: int) -> None:
-        limit = self.description["max_positions"]
-        if limit is not None and length > limit:
-            raise ValueError(f"{length} positions are needed, but the model has learned {limit}. Shorten the text.")
+        check_positions(length, self.description["max_positions"])
 
 
 def write_description(folder: Path, shape: CacheShape, *, max_positions: int | None, step: int, **more: Any) -> None:

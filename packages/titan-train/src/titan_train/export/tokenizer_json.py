@@ -11,13 +11,21 @@ text is three bytes here, and a space there (SentencePiece).
 """
 
 import importlib.util
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_train.tokenizers import ByteTokenizer, HfTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
+from titan_train.tokenizers import (
+    ByteTokenizer,
+    HfTokenizer,
+    IncrementalDecoder,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+)
 from titan_train.tokenizers.byte import CHARACTER_OF_BYTE
 from titan_train.tokenizers.sentencepiece_model import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, VocabPiece, read_pieces
 
@@ -74,17 +82,28 @@ def folder_ids(folder: Path) -> Callable[[str], list[int] | None]:
     return lambda text: read.encode(text, add_special_tokens=False).ids
 
 
-def folder_text(folder: Path, ids: Sequence[int]) -> str:
-    """Text of ids up to the end-of-text token, by the ``tokenizer.json`` and ``tokenizer_config.json`` of a folder."""
-    kept = list(ids)
+def folder_text(folder: Path, ids: Sequence[int], stop_ids: Collection[int] = ()) -> str:
+    """Text of ids behind others, by the ``tokenizer.json`` and ``tokenizer_config.json`` of a folder.
+
+    It ends before the end-of-text token, or one of ``stop_ids``.
+    """
     try:
         tokenizer = HfTokenizer.from_folder(folder)
     except ValueError:  # it names no token that ends a text, or one of others that are not there
         import tokenizers
 
-        return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(kept)  # type: ignore[attr-defined]
-    kept = kept[: kept.index(tokenizer.eos_id)] if tokenizer.eos_id in kept else kept
-    return tokenizer.decode(token for token in kept if token < tokenizer.vocab_size)  # a model may have more
+        read: Any = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))  # type: ignore[attr-defined]
+        before = read.encode("a", add_special_tokens=False).ids  # alone, a text may lose the space that it begins with
+        return read.decode([*before, *ids_until(ids, stop_ids)])[len(read.decode(before)) :]
+    decoder = IncrementalDecoder(tokenizer)
+    kept = ids_until(ids, {tokenizer.eos_id, *stop_ids})
+    parts = [decoder.push(token) for token in kept if token < tokenizer.vocab_size]  # a model may have more
+    return "".join(parts) + decoder.flush()
+
+
+def ids_until(ids: Sequence[int], stop_ids: Collection[int]) -> list[int]:
+    """The ids before the first of ``stop_ids``."""
+    return list(itertools.takewhile(lambda token: token not in stop_ids, ids))
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:

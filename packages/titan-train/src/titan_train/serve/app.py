@@ -128,6 +128,7 @@ class _Server:
 
     async def _answer(self, request: Request, ask: Ask, *, chat: bool) -> Response:
         prompts = self.worker.prompts(ask)
+        read = sum(map(len, prompts[:: ask.rows_each]))
         head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -136,8 +137,7 @@ class _Server:
         pieces = self.worker.pieces(ask, prompts)
         if ask.stream:
             first = await anext(pieces)  # a request that cannot be answered must get an error, not a stream
-            counted = sum(map(len, prompts)) if ask.usage else None
-            events = _events(head, first, pieces, chat=chat, prompt_tokens=counted)
+            events = _events(head, first, pieces, chat=chat, prompt_tokens=read if ask.usage else None)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         texts, finishes, tokens = [""] * len(prompts), ["stop"] * len(prompts), [0] * len(prompts)
         async for piece in pieces:
@@ -147,7 +147,7 @@ class _Server:
                 await pieces.aclose()
                 return Response(status_code=_LEFT)
         choices = [_choice(row, texts[row], finishes[row], chat=chat) for row in range(len(prompts))]
-        usage = _usage(sum(map(len, prompts)), sum(tokens))
+        usage = _usage(read, sum(tokens))
         return JSONResponse({**head, "object": _kind(chat), "choices": choices, "usage": usage})
 
 

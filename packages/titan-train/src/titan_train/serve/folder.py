@@ -5,7 +5,6 @@ continued by itself, with caches of its own, so that no row is padded.
 """
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from torch import Tensor, nn
 from titan_train.config import parse_config
 from titan_train.config.published import published_tokenizer
 from titan_train.export.hf_model import HfModel
-from titan_train.export.load import load_exported, refuse_options_of_runs, target_of, using
+from titan_train.export.load import load_exported, refuse_options_of_runs, stop_ids_of, target_of, using
 from titan_train.export.step_model import SteppedModel
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, load_run
-from titan_train.tokenizers import ChatTemplate, load_tokenizer
+from titan_train.tokenizers import ChatTemplate, HfTokenizer, load_tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME, ids_before_text
+from titan_train.tokenizers.protocol import SAVED_NAME
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
@@ -58,23 +58,15 @@ def load_served(
         raise ValueError(f"{folder} has no tokenizer that can be read. Copy tokenizer.json into it.")
     with using(folder):
         stop_ids, begin = stop_ids_of(folder), tuple(ids_before_text(folder))
-        tokenizer = load_tokenizer(found["path"])
+        ours = found["kind"] != "hf" or (folder / SAVED_NAME).is_file()
+        tokenizer = load_tokenizer(found["path"]) if ours else HfTokenizer.from_folder(folder)
         model = _of_transformers(exported) if isinstance(exported, HfModel) else _of_steps(exported)
         file = folder / TEMPLATE_NAME
         template = ChatTemplate.of(tokenizer, read_text(file) if file.is_file() else "")
-    config = parse_config({"run": {"name": folder.resolve().name}, "model": {"seq_len": model.max_seq_len or 2048}})
-    written = getattr(exported, "description", {}).get("step", 0)
-    return LoadedRun(config, model.eval(), tokenizer, written, template, stop_ids, begin)
-
-
-def stop_ids_of(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text, as a folder of the hub says: often several, such as one that ends a turn of a conversation."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        found: Any = json.loads(read_text(file)).get("eos_token_id") if file.is_file() else None
-        if found is not None:
-            return tuple(int(token) for token in (found if isinstance(found, list) else [found]))
-    return ()
+    written: dict[str, Any] = getattr(exported, "description", {})
+    length = written.get("seq_len") or model.max_seq_len or 2048
+    config = parse_config({"run": {"name": folder.resolve().name}, "model": {"seq_len": length}})
+    return LoadedRun(config, model.eval(), tokenizer, written.get("step", 0), template, stop_ids, begin)
 
 
 class ServedModel(nn.Module):

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_train.export.gate import check_positions
 from titan_train.export.gguf.folder import FILE, gguf_library
 from titan_train.export.tokenizer_json import folder_ids
 
@@ -41,6 +42,7 @@ class GgufModel:
         self._ids = folder_ids(folder)
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        self._check(len(prompt) + count - 1)  # the last token is not read
         if self._server is not None:
             return self._server.greedy(prompt, count)
         row = list(prompt)
@@ -52,6 +54,7 @@ class GgufModel:
         return self._ids(text) if self._server is None else self._server.ids(text)
 
     def logits(self, tokens: Tensor) -> Tensor:
+        self._check(tokens.shape[1])
         x = self._tensors["token_embd.weight"][tokens]
         if self._kind == "gpt2":
             x = x + self._tensors["position_embd.weight"][: tokens.shape[1]]
@@ -60,6 +63,9 @@ class GgufModel:
             x = x + self._feed_forward(f"blk.{layer}", self._norm(f"blk.{layer}.ffn_norm", x))
         head = self._tensors.get("output.weight", self._tensors["token_embd.weight"])
         return F.linear(self._norm("output_norm", x), head)
+
+    def _check(self, length: int) -> None:
+        check_positions(length, len(self._tensors["position_embd.weight"]) if self._kind == "gpt2" else None)
 
     def _setting(self, name: str) -> Any:
         return self._fields[f"{self._kind}.{name}"]

@@ -62,18 +62,8 @@ class HFModel(nn.Module):
 
     @property
     def max_seq_len(self) -> int | None:
-        """See `titan_train.models.traits`: of models that look positions up, in an embedding or a table, not of rotary ones."""
-        longest = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        if not isinstance(longest, int):
-            return None
-        tokens = cast("Any", self).get_input_embeddings()
-        for module in self.modules():
-            if isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings - longest in (0, 2):
-                first = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa counts from there
-                return min(longest, module.num_embeddings - first)
-            if isinstance(table := getattr(module, "embed_positions", None), Tensor) and len(table) == longest:
-                return longest  # GPT-J
-        return None
+        """See `titan_train.models.traits`."""
+        return learned_positions(self)
 
     @property
     def rope_limits(self) -> tuple[int, ...]:
@@ -361,6 +351,21 @@ class HFDecoder(HFModel):
         if not last:
             stage.mtp = stage.mtp_embeddings = None
         return stage
+
+
+def learned_positions(model: Any) -> int | None:
+    """Positions of a model of transformers that looks them up, in an embedding or a table; None for a rotary one."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        return None
+    tokens = model.get_input_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings - longest in (0, 2):
+            first = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa counts from there
+            return min(longest, module.num_embeddings - first)
+        if isinstance(table := getattr(module, "embed_positions", None), Tensor) and len(table) == longest:
+            return longest  # GPT-J
+    return None
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
