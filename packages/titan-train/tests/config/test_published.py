@@ -72,6 +72,19 @@ def test_every_shipped_model_is_found_by_its_config_json(family: str, tmp_path: 
         assert hf.settings_of(made) == hf.settings_of(args)
 
 
+@pytest.mark.parametrize("name", ["", 'name = "deepseek_v3"', 'name = "deepseek_v2_lite"'])
+def test_experts_have_a_bias_where_the_folder_has_one(name: str, tmp_path: Path) -> None:
+    family = families()["deepseek"]
+    lite = family.configs["deepseek_v2_lite"]
+    scored = replace(lite, scores="sigmoid", group_score="top2_sum", normalize_weights=True, bias_rate=0.001)
+    for args in (lite, scored):  # V2-Lite's shape with the routing of V3 is Moonlight's
+        (tmp_path / "config.json").write_text(json.dumps(family.load_hf().config_of(args)))
+        config, _ = load(tmp_path, f'[model]\ninit = "hf:{tmp_path}"\n{name}\n')
+        made = replace(find_model(config.model.name)[1], **config.model.args)
+        assert (made.bias_rate > 0) == (args.bias_rate > 0)
+        assert family.load_hf().settings_of(made) == family.load_hf().settings_of(args)
+
+
 def test_a_list_in_config_json_is_an_argument_too(tmp_path: Path) -> None:
     family = families()["qwen3_vl"]
     args = replace(family.configs["qwen3_vl_debug"], vision_layers=5, deepstack_layers=(1, 3, 4))

@@ -21,6 +21,8 @@ RUN = "run:"
 """Begins a ``model.init`` that is another run of this program."""
 TOKENIZER = "tokenizer"
 """In ``model.init_changes``: the ids may be those of another tokenizer."""
+_RATE = "bias_rate"
+"""An argument of training, except that with 0 the experts have no bias: another model."""
 _FILES = {"model.init": ("config.json", "*.safetensors"), "model.name": ("config.json",)}
 """What a folder has if it is more than a tokenizer: one that was loaded for another key may lack it."""
 
@@ -144,15 +146,21 @@ def _arguments(model: Mapping[str, Any], published: Mapping[str, Any], init: str
         if args is None:
             continue
         own = {name: find_model(name)[1]} if name is not None else family.configs
-        decided = [key for key in family.load_hf().settings_of(args) if key not in given and key not in changes]
+        keys = [*family.load_hf().settings_of(args), *([_RATE] if hasattr(args, _RATE) else [])]
+        decided = [key for key in keys if key not in given and key not in changes]
         found = {
-            candidate: {key: getattr(args, key) for key in decided if getattr(args, key) != getattr(shipped, key)}
+            candidate: {key: getattr(args, key) for key in decided if _differ(args, shipped, key)}
             for candidate, shipped in own.items()
         }
         nearest = min(found, key=lambda candidate: len(found[candidate]))
         taken: dict[str, Any] = {"args": found[nearest]}
         return taken if name is not None else {"name": nearest, **taken}
     return {} if name is not None else {"name": init}
+
+
+def _differ(args: Any, shipped: Any, key: str) -> bool:
+    ours, theirs = getattr(shipped, key), getattr(args, key)
+    return bool(ours) != bool(theirs) if key == _RATE else ours != theirs
 
 
 def _args_of(family: Family, published: Mapping[str, Any]) -> Any:

@@ -62,7 +62,7 @@ def settings_of(args: DeepSeekArgs) -> dict[str, Any]:
     """What decides the logits, in one spelling."""
     unused: tuple[str, ...] = _ONLY_IN_TRAINING
     if args.num_groups == 1:
-        unused += ("top_groups", "group_score")
+        unused += ("group_score",)
     if args.rope_factor == 1.0:
         unused += _ONLY_WITH_YARN
     return {name: getattr(args, name) for name in args.__dataclass_fields__ if name not in unused}
