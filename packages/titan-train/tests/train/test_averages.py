@@ -126,9 +126,15 @@ class Spike(Observer):
     def __init__(self):
         self.steps, self.phases = [], []
 
+    @contextlib.contextmanager
     def phase(self, name, step):
         self.phases.append((name, step))
-        return contextlib.nullcontext()
+        self.inside = name, step
+        yield
+        self.inside = None
+
+    def on_rewind(self, step):
+        assert self.inside == ("checkpoint", step)
 
     def on_batch(self, step, batches):
         self.steps.append((step, batches[-1].samples_consumed))

@@ -13,6 +13,7 @@ from titan_train.inputs import prepare_inputs
 from titan_train.observe.timing.clocks import errors_of_clocks
 from titan_train.observe.timing.traces import read_traces, trace_file
 from titan_train.train import Trainer
+from titan_train.train.observer import Observer
 from titan_train.train.profile import in_our_words
 
 
@@ -63,6 +64,21 @@ def test_a_trace_names_what_ran_in_the_words_of_the_field(run_dir):
         assert {event["pid"] for event in trace["traceEvents"]} == {rank}
         assert trace["titan"]["steps"] == [6, 8]
         assert trace["titan"]["offset_s"] == 0.0  # one machine, one clock
+
+
+def test_writing_a_trace_is_allowed_the_time_of_a_save(tmp_path):
+    seen = []
+
+    class Phases(Observer):
+        def phase(self, name, step):
+            seen.append((name, step))
+            return super().phase(name, step)
+
+    write_text(tmp_path)
+    config = tiny_run(tmp_path, train={"steps": 3, "global_batch": 4}, profile={"steps": "1:1"})
+    with Trainer(config, callbacks=[Phases()]) as trainer:
+        trainer.fit()
+    assert ("checkpoint", 1) in seen
 
 
 def test_the_command_puts_the_ranks_on_one_clock_and_tells_communication_per_axis(run_dir, tmp_path, capsys):

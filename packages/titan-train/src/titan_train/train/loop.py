@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator, Sequence
 from titan_train.data.loader.data_loader import DataLoader
 from titan_train.data.loader.iterated import IteratedBatches, Loader
 from titan_train.data.loader.source import TaskBatch
+from titan_train.exchange import gather_values
 from titan_train.observe.records import ValidationRecord
 from titan_train.observe.run_info import record_early_stop, stopped_early
 from titan_train.optim import Scheduler
@@ -107,7 +108,7 @@ class TrainingLoop(ObservedRun):
     def save(self) -> None:
         """Save a checkpoint of the current step. Collective: every rank calls it."""
         started = time.monotonic()
-        with self._phase("checkpoint", self.step):
+        with self.phase("checkpoint", self.step):
             self._checkpoints.save(self.step, self._best.loss_at(self.step))
         self._saved_at = time.monotonic()
         for observer in self.observers:
@@ -118,7 +119,7 @@ class TrainingLoop(ObservedRun):
         for observer in self.observers:
             observer.on_step_start(number)
         started = time.perf_counter()
-        with self._phase("data", number):
+        with self.phase("data", number):
             self._batches = self._batches or iter(self._loader)
             sequences = self._loader.global_batch
             batches = list(itertools.islice(self._batches, self._loader.microbatches_per_step))
@@ -166,7 +167,7 @@ class TrainingLoop(ObservedRun):
     def _validate(self) -> bool:
         """Validate; whether the loss is the lowest so far."""
         averaged = self.config.evaluated_weights != "none"
-        with self._phase("validation", self.step), self._weights_written() if averaged else contextlib.nullcontext():
+        with self.phase("validation", self.step), self._weights_written() if averaged else contextlib.nullcontext():
             record, sample = self._measure_held_out()
         for observer in self.observers:
             observer.on_validation(record, sample)
@@ -193,7 +194,7 @@ class TrainingLoop(ObservedRun):
         here, before = self.step, self.step - self._spikes.in_a_row
         found, lacks = None, ""
         if self.config.spikes.rewind:
-            with self._phase("checkpoint", here), self._weights_written():
+            with self.phase("checkpoint", here), self._weights_written():
                 older = self._checkpoints.newest_until(before - self.config.spikes.rewind)
                 lacks = "" if older is None else self._data_lacks(older)
                 if older is not None and not lacks:
@@ -214,10 +215,12 @@ class TrainingLoop(ObservedRun):
             )
         self.step = found
         self.save()  # what a restart continues from: these weights, with the data after the spikes
-        with self._phase("checkpoint", found):
+        with self.phase("checkpoint", found):
             self._checkpoints.checkpointer.wait()  # until then, a restart needs the record of the steps that are dropped here
-        for observer in self.observers:
-            observer.on_rewind(found)
+            for observer in self.observers:
+                observer.on_rewind(found)
+            if self.mesh is not None:
+                gather_values(None)  # who has less to close waits here, as long as for a save
         self.event("rewound", spikes_from=before + 1, spikes_to=here)
         self.message(
             f"gradients of steps {before + 1} to {here} were far too large: back to step {found}, on with later data"
@@ -248,7 +251,8 @@ class TrainingLoop(ObservedRun):
         self._casts.enter_context(self._optimizer_step.frozen_weights)
 
     @contextlib.contextmanager
-    def _phase(self, name: Phase, step: int) -> Generator[None]:
+    def phase(self, name: Phase, step: int) -> Generator[None]:
+        """A block that all observers take for `Observer.phase`."""
         with contextlib.ExitStack() as around:
             for observer in self.observers:
                 around.enter_context(observer.phase(name, step))

@@ -103,6 +103,10 @@ class ObservedRun(Protocol):
         """Log a line, and show it above the progress bar."""
         ...
 
+    def phase(self, name: Phase, step: int) -> AbstractContextManager[None]:
+        """A block of work that may take longer than a step, such as writing files; all observers are told as of a phase."""
+        ...
+
 
 class Observer:
     """Watches a run. Every method but `on_start` does nothing by default."""
@@ -119,7 +123,7 @@ class Observer:
         return contextlib.nullcontext()
 
     def phase(self, name: Phase, step: int) -> AbstractContextManager[object]:
-        """A context around loading the batch of ``step``, or validating, saving, restoring or awaiting a save after ``step``."""
+        """A context around loading the batch of ``step``, or validating, saving, restoring or other writing after ``step``."""
         return contextlib.nullcontext()
 
     def on_step_start(self, step: int) -> None:

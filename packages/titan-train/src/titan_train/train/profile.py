@@ -12,11 +12,13 @@ import json
 import platform
 import re
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from titan_train.observe.timing import Window
 from titan_train.observe.timing.clocks import clock_offset
 from titan_train.observe.timing.split import Place
 from titan_train.observe.timing.traces import trace_file
@@ -81,7 +83,16 @@ class StepProfile(Observer):
         window = self._measure.timer.take()
         self._measure.meter.label = None
         self._measure.paused = False
-        profiler.stop()
+        with self.run.phase("checkpoint", step):
+            profiler.stop()
+            file = self._export(profiler, step, window)
+        if self.run.config.metrics.split_every:
+            self._measure.timer.take()  # writing is not part of a step
+        else:
+            self._measure.timer.stop()
+        self.run.event("profile_written", file=str(file.relative_to(self.run.run_dir)))
+
+    def _export(self, profiler: Any, step: int, window: Window) -> Path:
         place, rank = self._measure.place, self._measure.rank
         file = trace_file(self.run.run_dir, rank)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -99,12 +110,8 @@ class StepProfile(Observer):
             "place": _place_fields(place),
         }
         with gzip.open(file, "wt", encoding="utf-8", compresslevel=3) as out:
-            json.dump(in_our_words(trace, about), out)
-        if self.run.config.metrics.split_every:
-            self._measure.timer.take()  # writing is not part of a step
-        else:
-            self._measure.timer.stop()
-        self.run.event("profile_written", file=str(file.relative_to(self.run.run_dir)))
+            out.write(json.dumps(in_our_words(trace, about)))  # many times as fast as json.dump
+        return file
 
 
 def in_our_words(trace: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:

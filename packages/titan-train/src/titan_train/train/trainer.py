@@ -42,7 +42,7 @@ from titan_train.train.loop import TrainingLoop
 from titan_train.train.measure import StepMeasure, drop_outdated
 from titan_train.train.observer import Observer
 from titan_train.train.observers import build_observers
-from titan_train.train.process import SaveRequests, device_name, set_up_process
+from titan_train.train.process import SaveRequests, check_same_versions, device_name, set_up_process
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.run_log import RunLog, describe_task
 from titan_train.train.step import OptimizerStep
@@ -135,6 +135,8 @@ class Trainer(TrainingLoop):
 
     def _build(self, config: Config, plan: RunPlan, world_size: int) -> None:
         """What trains: data, model, optimizer and step, and the state that they resume from."""
+        if world_size > 1:
+            check_same_versions()
         self._scope = ReduceScope.of(
             self.mesh, sequence_parallel=config.parallel.sequence_parallel, shared_over=config.context.axis
         )
@@ -306,7 +308,7 @@ class Trainer(TrainingLoop):
         """
         if self._closed:
             return
-        with self._phase("checkpoint", self.step):  # a save in the background may take longer than any step
+        with self.phase("checkpoint", self.step):  # a save in the background may take longer than any step
             self._checkpoints.checkpointer.close()
         self.abandon()
         if self.mesh is not None:

@@ -94,6 +94,11 @@ class RankMonitor(observer.Observer):
         self._met = time.monotonic()
         self._write(Phase.TRAIN)
 
+    def on_end(self) -> None:
+        """Allow the longer time-out while files and trackers are closed, which only some ranks have."""
+        self._write(Phase.SAVE)
+        set_collective_timeout(self._long_s)
+
     def ended(self, step: int, *, finished: bool) -> None:
         """Note that the trainer returned after ``step``, the last one if ``finished``."""
         self._heartbeat.write(Phase.FINISHED if finished else Phase.STOPPED, step)
