@@ -198,6 +198,39 @@ def test_layers_that_are_not_plain_are_left_alone() -> None:
         Float8Linear.from_linear(Own(8, 8))
 
 
+def test_a_layer_whose_forward_is_set_on_the_object_is_left_alone() -> None:
+    layer = nn.Linear(8, 8)
+    layer.forward = lambda input: -nn.functional.linear(input, layer.weight)
+    report = titan_fp8.convert_to_float8(nn.ModuleDict({"own": layer}), min_speedup=0)
+    assert "a forward set on the object" in report.skipped["own"]
+    with pytest.raises(ValueError, match="forward set on the object"):
+        Float8Linear.from_linear(layer)
+
+
+@pytest.mark.parametrize("how", ["default", "pattern", "filter"])
+def test_a_layer_with_several_names_is_left_alone_by_any(how: str) -> None:
+    head = nn.Linear(8, 8)
+    names_of_it = {"output": head, "lm_head": head} if how == "default" else {"first": head, "second": head}
+    kept = {
+        "default": {},
+        "pattern": {"skip": ["second"]},
+        "filter": {"module_filter_fn": lambda _, fqn: fqn != "second"},
+    }
+    report = titan_fp8.convert_to_float8(nn.ModuleDict(names_of_it), min_speedup=0, **kept[how])
+    assert list(report.skipped) == [next(iter(names_of_it))]
+    assert not isinstance(head, Float8Linear)
+
+
+def test_weights_tied_after_the_conversion_stay_tied_under_float8_all_gather() -> None:
+    model = Model()
+    titan_fp8.convert_to_float8(model, skip=["router"], min_speedup=0)
+    model.lm_head.weight = model.embed.weight
+    model.layers["1"].wq.weight = model.layers["0"].wq.weight
+    assert titan_fp8.apply_float8_all_gather(model) == ["layers.0.wk.weight", "layers.1.wk.weight"]
+    assert model.lm_head.weight is model.embed.weight
+    assert model.layers["1"].wq.weight is model.layers["0"].wq.weight
+
+
 def test_a_single_layer_is_converted_in_place() -> None:
     layer = nn.Linear(8, 8)
     report = titan_fp8.convert_to_float8(layer, min_speedup=0)

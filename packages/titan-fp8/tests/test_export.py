@@ -91,6 +91,16 @@ def test_exported_codes_are_those_of_the_blockwise_recipe(tmp_path: Path) -> Non
     assert torch.equal(codes.view(torch.uint8), q.data.view(torch.uint8))
 
 
+def test_a_layer_with_two_names_is_in_float8_under_both(tmp_path: Path) -> None:
+    layer = nn.Linear(128, 128, bias=False)
+    model = nn.ModuleDict({"first": layer, "second": layer})
+    titan_fp8.convert_to_float8(model, min_speedup=0)
+    titan_fp8.export_hf_fp8(model, tmp_path)
+    tensors = read(tmp_path / "model.safetensors")
+    assert [tensors[f"{name}.weight"].dtype for name in model] == [torch.float8_e4m3fn] * 2
+    assert torch.equal(tensors["first.weight_scale_inv"], tensors["second.weight_scale_inv"])
+
+
 class Stacked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

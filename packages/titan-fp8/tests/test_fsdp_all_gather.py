@@ -93,6 +93,16 @@ def sharded(widths: tuple[int, int, int], recipe: str, reshard: bool = True, dty
     return net
 
 
+def test_copies_of_a_weight_are_saved_as_plain_tensors(tmp_path: Path) -> None:
+    net = build(WIDTHS["aligned"], "blockwise")
+    titan_fp8.apply_float8_all_gather(net)
+    average = net.first.weight.detach().clone()
+    torch.save({"average": average}, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)["average"]
+    assert type(loaded) is torch.Tensor
+    assert torch.equal(loaded, average)
+
+
 def recorded(recipe: str) -> bool:
     net = build(WIDTHS["aligned"], recipe)
     titan_fp8.apply_float8_all_gather(net)

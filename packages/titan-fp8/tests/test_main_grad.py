@@ -122,6 +122,21 @@ def test_steps_and_blocks_start_from_zero_unless_gradients_are_kept(recipe):
     assert not any(hasattr(p, "main_grad") for p in model.parameters())
 
 
+def test_weights_may_be_replaced_between_blocks():
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), Float8Linear(16, 16, bias=False)).bfloat16()
+    sums = MainGradients(model)
+    with sums:
+        model(torch.ones(1, 16, dtype=torch.bfloat16)).sum().backward()
+    for layer in model:
+        layer.weight = nn.Parameter(torch.ones_like(layer.weight))
+    with sums:
+        for value in (256, 1):
+            model[0](torch.full((1, 16), value, dtype=torch.bfloat16)).sum().backward()
+            model[1](torch.full((1, 16), value, dtype=torch.bfloat16)).sum().backward()
+    assert [weight for weight, _ in sums.items()] == [layer.weight for layer in model]
+    assert all(bool((total == 257).all()) for _, total in sums.items())
+
+
 def test_tied_frozen_and_recomputed_weights():
     class Tied(nn.Module):
         def __init__(self):

@@ -228,7 +228,8 @@ def _joined(name: str) -> list[str]:
 
 def _weights_of(model: nn.Module, kind: type[nn.Linear]) -> list[str]:
     """Names of the weights of all layers of a kind."""
-    return [f"{clean_fqn(n)}.weight".lstrip(".") for n, m in model.named_modules() if isinstance(m, kind)]
+    named = model.named_modules(remove_duplicate=False)  # as the state dict has them
+    return [f"{clean_fqn(name)}.weight".lstrip(".") for name, module in named if isinstance(module, kind)]
 
 
 def _split(sources: list[_Source], max_file_bytes: int) -> list[list[_Source]]:

@@ -37,7 +37,8 @@ class ConstantWeights:
     contains its casts. A CUDA graph keeps casts only of blocks entered while it is captured.
 
     Args:
-        models: Modules with `Float8Linear` layers, after they were cut and wrapped. Layers added later are not seen.
+        models: Modules with `Float8Linear` layers, after they were cut and wrapped. Layers added later are not seen. Layers
+            that a tensor-parallel style has cut cast their weights at each use all the same.
         precast: Cast all whole weights on entry, in one launch for all 128x128 blocks of one format.
         frozen: Only weights that require no gradient. For a block around a whole run that trains adapters: the base
             weights are then cast once.

@@ -38,26 +38,25 @@ class MainGradients:
 
     Args:
         models: Modules with `Float8Linear` and ``nn.Linear`` layers, after they were converted and wrapped. Layers that are
-            exactly ``nn.Linear`` become a subclass in place, with the same parameters and names.
+            exactly ``nn.Linear`` become a subclass in place, with the same parameters and names. Their weights may be replaced
+            or moved between blocks; sums start anew then.
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        self._weights: list[nn.Parameter] = []
-        self._buffers: list[Tensor] = []
-        seen: set[int] = set()
+        self._layers: list[nn.Linear] = []
+        self._sums: dict[nn.Parameter, Tensor] = {}
         for layer in (module for model in models for module in model.modules()):
             if type(layer) is nn.Linear:
                 layer.__class__ = AccumulatingLinear
             if not isinstance(layer, (Float8Linear, AccumulatingLinear)):
                 continue
-            if type(layer.weight) is nn.Parameter and id(layer.weight) not in seen:
-                seen.add(id(layer.weight))
-                self._weights.append(layer.weight)
+            if type(layer.weight) is nn.Parameter:
+                self._layers.append(layer)
 
     def __enter__(self) -> "MainGradients":
-        if not self._buffers:
-            self._buffers = [torch.zeros_like(w, dtype=torch.float32, requires_grad=False) for w in self._weights]
-        for w, buffer in zip(self._weights, self._buffers, strict=True):
+        weights = dict.fromkeys(layer.weight for layer in self._layers if type(layer.weight) is nn.Parameter)
+        self._sums = {w: _buffer_for(w, self._sums.get(w)) for w in weights}
+        for w, buffer in self._sums.items():
             if not w.requires_grad:
                 continue
             if w.grad is buffer:  # gradients were not dropped: go on with the sum
@@ -69,7 +68,7 @@ class MainGradients:
 
     @torch.no_grad()
     def __exit__(self, *_: object) -> None:
-        for w, buffer in zip(self._weights, self._buffers, strict=True):
+        for w, buffer in self._sums.items():
             if not hasattr(w, "main_grad"):
                 continue
             if w.grad is not None:
@@ -79,4 +78,11 @@ class MainGradients:
 
     def items(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each weight with its float32 sum ``[N, K]``, of the last block."""
-        return zip(self._weights, self._buffers, strict=bool(self._buffers))
+        return iter(self._sums.items())
+
+
+def _buffer_for(w: nn.Parameter, before: Tensor | None) -> Tensor:
+    """The weight's buffer of ``before``, or zeros where it does not fit."""
+    if before is not None and before.shape == w.shape and before.device == w.device:
+        return before
+    return torch.zeros_like(w, dtype=torch.float32, requires_grad=False)

@@ -44,7 +44,8 @@ def convert_to_float8(
             ``nn.Linear`` becomes a `Float8Linear`, keeping object, parameters, names, dtypes and hooks.
         recipe: A recipe or its name: tensorwise, rowwise, rowwise_gw_hp, blockwise, mxfp8.
         module_filter_fn: ``fn(module, fqn) -> bool``; False leaves the layer alone. Called for linear layers only.
-        skip: Patterns of names to leave alone (see `titan_fp8.convert.patterns`); None takes `DEFAULT_SKIP`.
+        skip: Patterns of names to leave alone (see `titan_fp8.convert.patterns`); None takes `DEFAULT_SKIP`. Of a layer under
+            several names, these and ``module_filter_fn`` look at all; the report has the first.
         min_speedup: Leave a layer alone if it is predicted to be less than this many times as fast as in bfloat16;
             0 converts any size.
         tokens: Rows one device computes at once, for that prediction.
@@ -66,22 +67,23 @@ def convert_to_float8(
             f"fsdp_all_gather=True with recipe {chosen.name!r}: {_ALL_GATHER_IMPOSSIBLE} Use blockwise or tensorwise, "
             "or fsdp_all_gather='auto'."
         )
-    layers = {clean_fqn(name): module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = _linear_layers(model)
     patterns = DEFAULT_SKIP if skip is None else tuple(skip)
     if strict_filters and skip is not None:
-        check_patterns(patterns, layers)
+        check_patterns(patterns, [fqn for fqns in layers.values() for fqn in fqns])
     gather = chosen.fsdp_all_gather if fsdp_all_gather == "auto" else fsdp_all_gather
 
-    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    uses = count_uses(model)
     skipped: dict[str, str] = {}
-    converted: list[ConvertedLayer] = []
-    for fqn, layer in layers.items():
+    converted: dict[nn.Linear, ConvertedLayer] = {}
+    for layer, fqns in layers.items():
+        fqn = fqns[0]
         speedup = predict_speedup(tokens, layer.in_features, layer.out_features, chosen, hardware, eager=eager)
-        if (pattern := matching_pattern(fqn, patterns)) is not None:
+        if (pattern := next(filter(None, (matching_pattern(name, patterns) for name in fqns)), None)) is not None:
             skipped[fqn] = f"named by skip pattern {pattern!r}"
         elif (reason := _unfit(layer, uses[id(layer.weight)])) is not None:
             skipped[fqn] = reason
-        elif module_filter_fn is not None and not module_filter_fn(layer, fqn):
+        elif module_filter_fn is not None and not all(module_filter_fn(layer, name) for name in fqns):
             skipped[fqn] = "rejected by module_filter_fn"
         elif speedup < min_speedup:
             skipped[fqn] = (
@@ -89,10 +91,24 @@ def convert_to_float8(
                 f"{tokens} tokens on {hardware.name}, below min_speedup={min_speedup:g}"
             )
         else:
-            converted.append(ConvertedLayer(fqn, layer.in_features, layer.out_features, speedup))
-    for entry in converted:
-        Float8Linear.from_linear(layers[entry.fqn], chosen, fsdp_all_gather=gather)
-    return ConversionReport(chosen.name, tuple(converted), skipped, _all_gather_note(chosen, gather))
+            converted[layer] = ConvertedLayer(fqn, layer.in_features, layer.out_features, speedup)
+    for layer in converted:
+        Float8Linear.from_linear(layer, chosen, fsdp_all_gather=gather)
+    return ConversionReport(chosen.name, tuple(converted.values()), skipped, _all_gather_note(chosen, gather))
+
+
+def _linear_layers(model: nn.Module) -> dict[nn.Linear, list[str]]:
+    """Each linear layer once, with all its names."""
+    found: dict[nn.Linear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            found.setdefault(module, []).append(clean_fqn(name))
+    return found
+
+
+def count_uses(model: nn.Module) -> Counter[int]:
+    """How many times modules hold each parameter, by its ``id``."""
+    return Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
 
 
 def _unfit(layer: nn.Linear, uses: int) -> str | None:
@@ -101,6 +117,8 @@ def _unfit(layer: nn.Linear, uses: int) -> str | None:
         return "is a float8 layer already"
     if type(layer) is not nn.Linear:
         return f"is a {type(layer).__name__}, whose own forward would be lost"
+    if "forward" in layer.__dict__:
+        return "has a forward set on the object, which would run instead"
     if type(layer.weight) is not nn.Parameter:
         return f"its weight is a {type(layer.weight).__name__}: convert before tensor parallelism and FSDP2"
     if uses > 1:

@@ -58,12 +58,18 @@ class Float8Linear(nn.Linear):
         """Turn a layer into a float8 layer in place: the same object, parameters and hooks.
 
         Raises:
-            ValueError: If it is not exactly an ``nn.Linear``: a subclass's own forward would be lost.
+            ValueError: If it is not exactly an ``nn.Linear``: a subclass's own forward would be lost. Or if a forward is set on
+                the object, which would run instead.
         """
         if type(layer) is not nn.Linear:
             raise ValueError(
                 f"layer is a {type(layer).__name__}, whose own forward would be lost; pass a torch.nn.Linear, or build on "
                 "titan_fp8.linear."
+            )
+        if "forward" in layer.__dict__:
+            raise ValueError(
+                f"{layer} has a forward set on the object, which would run instead of float8 products; convert the layer before "
+                "its forward is replaced."
             )
         chosen = Recipe.get(recipe)
         layer.__class__ = cls

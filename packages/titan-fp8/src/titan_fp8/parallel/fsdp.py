@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_fp8.convert.convert import count_uses
 from titan_fp8.convert.patterns import clean_fqn
 from titan_fp8.layers.linear import Float8Linear
 from titan_fp8.weights.sharded import ShardedWeight, is_dtensor
@@ -27,13 +28,14 @@ def apply_float8_all_gather(model: nn.Module) -> list[str]:
 
     Returns:
         Names of the weights that will be gathered in float8. Not among them: layers converted with
-        ``fsdp_all_gather=False``, or with a recipe that cannot, and weights that are DTensors.
+        ``fsdp_all_gather=False``, or with a recipe that cannot, and weights that are DTensors or that modules share.
     """
     names: list[str] = []
+    uses = count_uses(model)
     for name, module in model.named_modules():
         if not isinstance(module, Float8Linear) or not module.fsdp_all_gather:
             continue
-        if type(module.weight) is not nn.Parameter or is_dtensor(module.weight):
+        if type(module.weight) is not nn.Parameter or is_dtensor(module.weight) or uses[id(module.weight)] > 1:
             continue
         wrapped = ShardedWeight(module.weight.detach(), module.recipe.w)
         module.weight = nn.Parameter(wrapped, requires_grad=module.weight.requires_grad)

@@ -144,6 +144,10 @@ class ShardedWeight(torch.Tensor):
         self.scaling = scaling
         self._changes = _Changes() if changes is None else changes
 
+    def __reduce_ex__(self, proto: Any) -> Any:
+        # A clone in an optimizer's state is a tensor like others, and loads with ``weights_only=True``.
+        return super().__reduce_ex__(proto) if isinstance(self, nn.Parameter) else self.tensor.__reduce_ex__(proto)
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["tensor"], self.scaling
 
