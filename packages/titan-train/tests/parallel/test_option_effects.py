@@ -87,9 +87,10 @@ def test_a_run_says_which_options_come_to_nothing(words, said, tmp_path, caplog)
 
 def test_of_several_patterns_of_reshard_overrides_the_first_counts():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.fsdp_units = ["0", "1"]
     found = []
     for order in ({"0": "never", "*": "always"}, {"*": "always", "0": "never"}):
-        policy = fsdp_policy(parse_config({"parallel": {"reshard_overrides": order}}), "fsdp", whole=["0", "1"])
+        policy = fsdp_policy(parse_config({"parallel": {"reshard_overrides": order}}), "fsdp", model)
         units = {unit.name: unit.reshard for unit in titan_fsdp.plan(model, {"shard": 2}, policy).units}
         found.append((units["0"], units["1"]))
     assert found == [(False, True), (True, True)]

@@ -254,6 +254,32 @@ def test_a_layout_that_does_not_fit_as_rehearsed_leaves_every_list_and_the_next_
     assert any(line.startswith("rehearsed 1: ") for line in lines)
 
 
+def test_a_plan_leaves_out_what_a_run_refuses(tmp_path: Path, capsys) -> None:
+    base, stem = tmp_path / "base.toml", tmp_path / "plan"
+    base.write_text('extends = "debug"\n[model]\nname = "qwen3_moe_debug"\n[launch]\ndevice = "auto"\n')
+    words = ["plan", str(base), "--devices", "2", "--global-batch", "4", "--seq-len", "2048", "--precision", "bf16"]
+    words += ["--states", "fp32", "--rehearse", "1", "--out", str(stem), "--fix", "cp=2"]
+    assert main([*words, "--fix", "microbatch=2"]) == 2
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    assert re.search(r"^left out: cp2 .* more, which a run refuses: parallel.cp=2, .*Set train.microbatch=1.$", said)
+    assert not list(tmp_path.glob("plan.*"))
+    assert main(words) == 0
+    assert "rehearsed 1: " in capsys.readouterr().out
+    assert main(["check", f"{stem}.toml"]) == 0
+
+
+def test_a_plan_extends_its_base_or_the_shipped_configuration_of_the_models_name(tmp_path: Path) -> None:
+    setup, file = Setup(seq_len=1280, global_batch=4, dp_shard=2, loss="chunked"), tmp_path / "plan.toml"
+    file.write_text(config_toml("flux_tiny", setup, nproc=2, base="flux_shapes"))
+    config = load_config(str(file))
+    assert (config.diffusion.grid, config.diffusion.text_tokens) == (32, 256)  # the base's are of 20 tokens
+    assert config.diffusion.source == "shapes"
+    file.write_text(config_toml("deepseek_v3", setup, nproc=2))
+    assert (
+        load_config(str(file)).optimizer == load_config("deepseek_v3").optimizer != load_config("llama3_1b").optimizer
+    )
+
+
 def test_recipes_that_the_trainer_lacks_are_refused(capsys) -> None:
     words = [
         "plan",

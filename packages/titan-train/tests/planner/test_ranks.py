@@ -139,6 +139,12 @@ def test_what_asks_for_parts_of_a_module_is_decided_on_the_module(words):
     assert not decided_by_arguments(config, plan_run(config, config.launch.nproc))
 
 
+def test_parts_that_the_trainer_gathers_alone_are_counted_alone(monkeypatch):
+    settings = {"parallel.mode": "fsdp", "model.args.mtp_depth": 1}
+    (rank,) = ranks_of(monkeypatch, "llama3_debug", 2, settings, closed=False)
+    assert rank.wrapper[None].reduce_scatter == 4 * 5  # micro-batches; two layers, the module ahead, the head, the rest
+
+
 def test_a_rehearsal_holds_no_state_of_what_is_frozen():
     words = ["--parallel.mode", "fsdp", "--train.dtype", "bf16", "--train.global_batch", "4", "--train.microbatch", "2"]
     whole, frozen = (

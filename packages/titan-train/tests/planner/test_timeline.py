@@ -9,6 +9,8 @@ import pytest
 from titan_pipeline import build_schedule
 from titan_train.cli import main
 from titan_train.config import load_config
+from titan_train.models import build_model
+from titan_train.parallel.layout.run import plan_run
 from titan_train.planner import Setup, estimate, find_shape, load_machine
 from titan_train.planner.memory.peak import WORKSPACE
 from titan_train.planner.memory.ranks import rehearse
@@ -45,9 +47,10 @@ LAYOUTS = {
 def test_memory_over_time_peaks_where_the_account_says_and_torch_reads_its_snapshot(layout: str) -> None:
     world, settings = LAYOUTS[layout]
     config = configured(world, **settings)
-    timeline = step_timeline(config, world)
+    plan, ranks = plan_run(config, world), rehearse(config, world)
+    timeline = step_timeline(config, plan, build_model(config.model, vocab_size=None), ranks)
     _, peak = timeline.peak
-    account = max(rehearse(config, world), key=lambda rank: rank.peak)
+    account = max(ranks, key=lambda rank: rank.peak)
     assert peak - WORKSPACE == pytest.approx(account.memory.allocated - WORKSPACE, rel=0.15), account.memory.parts
     picture = timeline_svg(timeline)
     assert picture.startswith("<svg")
@@ -75,7 +78,14 @@ def test_memory_over_time_peaks_where_the_account_says_and_torch_reads_its_snaps
     assert "a = seg_0[0:" in _memory_viz.trace(snapshot)
 
 
-def test_a_rehearsal_writes_picture_and_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rehearsal_writes_picture_and_snapshot(tmp_path: Path, monkeypatch, capsys) -> None:
+    recorded = []
+
+    def record(config, plan, whole, ranks):
+        recorded.append(whole)
+        return step_timeline(config, plan, whole, ranks)
+
+    monkeypatch.setattr("titan_train.planner.memory.timeline.step_timeline", record)
     stem = tmp_path / "memory"
     words = [
         "check",
@@ -90,6 +100,7 @@ def test_a_rehearsal_writes_picture_and_snapshot(tmp_path: Path, capsys: pytest.
     ]
     assert main(words) == 0
     assert "snapshot: " in capsys.readouterr().out
+    assert recorded[0].tok_embeddings.num_embeddings == 259  # of the tokenizer
     assert (tmp_path / "memory.svg").exists()
     assert (tmp_path / "memory.pickle").exists()
     assert main(["check", "debug", "--memory-timeline", str(stem)]) == 2

@@ -11,6 +11,7 @@ from titan_train.config import parse_config
 from titan_train.config.model import ModelConfig
 from titan_train.inputs import prepare_inputs
 from titan_train.launch.validate import validate
+from titan_train.planner.memory.ranks import rehearse
 from titan_train.tasks.text import TextTask
 from titan_train.train import Trainer
 from torch import nn
@@ -128,6 +129,14 @@ def test_a_float8_head_goes_with_a_loss_that_it_does_not_compute(folder):
         validate(config, 1)
     model = dataclasses.replace(config.model, task="doubled")
     validate(dataclasses.replace(config, model=model), 1)
+
+
+@pytest.mark.usefixtures("doubled")
+def test_memory_of_a_loss_that_needs_whole_logits_is_counted_on_whole_logits(folder):
+    config = configure(folder)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, task="doubled"))
+    whole = dataclasses.replace(config, train=dataclasses.replace(config.train, fused_loss=False))
+    assert rehearse(config, 1)[0].memory == rehearse(whole, 1)[0].memory
 
 
 def train_on_whole_logits(folder, name, options):

@@ -237,7 +237,8 @@ def _check(arguments: argparse.Namespace, config: Config, devices: int, note: st
         from titan_train.planner.memory.timeline import step_timeline
         from titan_train.planner.view.timeline import timeline_snapshot, timeline_svg
 
-        timeline, stem = step_timeline(config, devices), arguments.memory_timeline
+        assert found.model is not None  # a rehearsal builds it
+        timeline, stem = step_timeline(config, plan, found.model, ranks), arguments.memory_timeline
         Path(f"{stem}.svg").write_text(timeline_svg(timeline))
         Path(f"{stem}.pickle").write_bytes(timeline_snapshot(timeline))
         print(f"\npicture: {stem}.svg\nsnapshot: {stem}.pickle (drop it on docs.pytorch.org/memory_viz)")
@@ -259,6 +260,8 @@ class _Found(NamedTuple):
     ranks: "Sequence[RankEstimate]"
     held: int | None = None
     """Layers of the first pipeline rank; None without a pipeline."""
+    model: "nn.Module | None" = None
+    """The whole model; None where arguments decide."""
 
 
 def _by_arguments(config: Config, plan: "RunPlan") -> _Found:
@@ -303,8 +306,8 @@ def _by_module(config: Config, plan: "RunPlan", devices: int, *, closed_form: bo
         folder=shape_of_folder(config),
     )  # fmt: skip
     if mode != "none" and layout.spec.tp * layout.spec.pp * layout.spec.ep == 1:
-        lines.append(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode)).explain()}")
-    return _Found(count_parameters(model), flops_per_token(model, config.model.seq_len), lines, ranks, held)
+        lines.append(f"\n{fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode, model)).explain()}")
+    return _Found(count_parameters(model), flops_per_token(model, config.model.seq_len), lines, ranks, held, model)
 
 
 def _si(value: float) -> str:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Setup, States
 
+_RESERVE = 10
+"""Setups for each that is to be rehearsed: one that does not fit, or that a run refuses, makes room for the next."""
+
 
 def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command. Exit code 2 where nothing fits."""
@@ -99,7 +102,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
     request = build_request(arguments)
     shown = max(arguments.top, *(arguments.explain or (1,)))
-    ranking = search(request, shown + arguments.rehearse)  # one that does not fit as rehearsed makes room for the next
+    ranking = search(request, shown + _RESERVE * arguments.rehearse)
     if not ranking.best:
         print(refuse_search(request, ranking.closest))
         return 2
@@ -161,14 +164,24 @@ def _chosen(ranking: "Ranking", shown: int, *numbers: int) -> "list[StepEstimate
 
 
 def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], str]") -> list[str]:
-    """Rehearse the first setups of a ranking; one that needs more memory than there is leaves the list. Returns lines on it."""
+    """Rehearse the first setups of a ranking; one that a run refuses, or has no memory for, leaves the list.
+
+    Returns:
+        Lines on it, a reason to refuse once.
+    """
     from titan_train.config import load_config
     from titan_train.planner.memory.folder import shape_of_folder
     from titan_train.planner.memory.ranks import rehearse
     from titan_train.terminal import clean_console
 
     lines, counted = list[str](), dict[str, tuple[int, str]]()
+    refused: dict[str, list[str]] = {}
     limit, number = ranking.request.limit_bytes, 0
+
+    def leave_out(setup: "Setup") -> None:
+        for listed in (ranking.best, ranking.front, *ranking.kinds.values()):
+            listed[:] = [other for other in listed if other.setup != setup]
+
     shown = clean_console(sys.stderr).status("")
     with tempfile.TemporaryDirectory() as folder, shown:
         file = Path(folder) / "plan.toml"
@@ -180,16 +193,20 @@ def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], s
                 config = load_config(str(file))
                 ranks = rehearse(config, e.setup.world_size, counted, shape_of_folder(config))
             except ValueError as err:
-                return [*lines, f"not rehearsed: {err}"]
+                refused.setdefault(str(err), []).append(e.setup.describe())
+                leave_out(e.setup)
+                continue
             found = max(ranks, key=lambda rank: rank.peak)
             sizes = f"{found.peak / 2**30:.1f} GiB, planned {e.memory.allocated_gib:.1f}"
             if found.peak > limit:
-                for listed in (ranking.best, ranking.front, *ranking.kinds.values()):
-                    listed[:] = [other for other in listed if other.setup != e.setup]
+                leave_out(e.setup)
                 lines.append(f"left out: {e.setup.describe()} does not fit as rehearsed: {sizes}")
                 continue
             number += 1
             lines.append(f"rehearsed {number}: {sizes}" + (f"; without {found.left_out}" if found.left_out else ""))
+    for why, (first, *others) in refused.items():
+        more = f" and {len(others)} more" if others else ""
+        lines.append(f"left out: {first}{more}, which a run refuses: {why}")
     return lines
 
 

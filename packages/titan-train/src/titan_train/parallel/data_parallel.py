@@ -23,18 +23,21 @@ from titan_train.parallel.layout.degrees import Mode, resolve_mode, wrapped_over
 
 
 def fsdp_policy(
-    config: Config, mode: Mode, *, experts: Sequence[str] = (), whole: Sequence[str] = (), unused: bool = False
+    config: Config, mode: Mode, part: nn.Module, *, experts: Sequence[str] = (), unused: bool = False
 ) -> fsdp.Policy:
     """The titan-fsdp policy that a configuration means.
 
     Args:
         config: The run's configuration.
         mode: The resolved mode.
+        part: The model or a pipeline stage; its trait `fsdp_units` names modules that are gathered as one unit each.
         experts: Modules that expert parallelism has cut, to be sharded over the ranks that hold the same ones.
-        whole: Modules that are gathered as one unit each, with all that they hold.
         unused: Some parameters may get no gradient. DistributedDataParallel, which compresses, must be told.
     """
     parallel = config.parallel
+    units = traits_of(part).fsdp_units if mode != "ddp" else ()
+    names = [name for name in named_modules(part) if name] if units else []
+    whole = dict.fromkeys(name for unit in units for name in expand(unit, names))  # a pipeline stage may lack some
     return fsdp.Policy(
         mode="fsdp" if mode == "none" else mode,
         units=["auto", *whole, *(fsdp.Unit(name, mesh="experts", shard_dim="auto") for name in experts)],
@@ -90,17 +93,14 @@ def apply_data_parallel(
     if mode == "ddp":  # DistributedDataParallel wraps real parameters
         ranks = mesh["dp_replicate"] if layout.spec.cp == 1 else mesh["loss"]
         # of other people's models a part may get no gradient, such as the indexers of some families of transformers
-        plan = fsdp.plan(part, ranks, fsdp_policy(config, mode, unused=not is_shipped(part)))
+        plan = fsdp.plan(part, ranks, fsdp_policy(config, mode, part, unused=not is_shipped(part)))
         fsdp.materialize(part, device, init, seed=config.run.seed, skip=skip)
         return plan.apply(part), plan
     experts = [stack.fqn for stack in expert_stacks(part)] if layout.spec.ep > 1 else []
     meshes = {"experts": mesh.fsdp_mesh(experts=True)} if experts else None
     if gathers_float8_weights(config):
         titan_fp8.apply_float8_all_gather(part)
-    names = [name for name in named_modules(part) if name]
-    # a pipeline stage may lack some
-    whole = list(dict.fromkeys(name for unit in traits_of(part).fsdp_units for name in expand(unit, names)))
-    plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, experts=experts, whole=whole), meshes=meshes)
+    plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, part, experts=experts), meshes=meshes)
     wrapped = plan.apply(part)
     home = device if config.parallel.offload == "none" else torch.device("cpu")
     fsdp.materialize(wrapped, home, init, seed=config.run.seed, skip=skip, buffer_device=device)
@@ -117,7 +117,9 @@ def check_wrapping(config: Config, layout: Layout, model: nn.Module) -> None:
     if parallel.keep_fp32 or parallel.reshard_overrides:
         mode = resolve_mode(parallel, layout, dtype=config.train.dtype)
         if mode != "none":
-            fsdp.plan(model, wrapped_over(layout, mode), dataclasses.replace(fsdp_policy(config, mode), pp=False))
+            fsdp.plan(
+                model, wrapped_over(layout, mode), dataclasses.replace(fsdp_policy(config, mode, model), pp=False)
+            )
     if config.train.rerun_above and parallel.compress == "powersgd":
         raise ValueError(
             f"train.rerun_above={config.train.rerun_above} and parallel.compress='powersgd': what compression did not send is "

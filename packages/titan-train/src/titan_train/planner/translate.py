@@ -3,7 +3,7 @@
 import json
 import math
 
-from titan_train.config import Config, load_config
+from titan_train.config import Config, list_configs, load_config
 from titan_train.planner.cost.schedules import stages_of
 from titan_train.planner.setup import Loss, Setup
 from titan_train.planner.shapes import is_diffusion, returns_logits, shape_of_config
@@ -128,14 +128,15 @@ def _diffusion_lines(seq_len: int) -> list[str]:
 
 
 def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
-    """A configuration for `titan-train`, with the data and tokenizer of the shipped llama3_1b to be replaced.
+    """A configuration for `titan-train`. It extends ``base``, the configuration that the model came from, with its data.
 
-    A diffusion model extends its own shipped configuration, with its data. ``base`` is the configuration that the model came
-    from, with its data. What was planned is written whether it is the default or not: a base may have another value.
+    Without one it extends the shipped configuration of the model's name, and of other models that of llama3_1b or flux_dev, whose
+    data, tokenizer and recipe are to be replaced. What was planned is written whether it is the default or not: a base may have
+    another value.
     """
-    s, diffusion = setup, is_diffusion(name) and not base
-    inherited = base or ("flux_dev" if diffusion else "llama3_1b")
-    ramped = bool(base) and load_config(base).train.ramp_from > 0
+    s, diffusion = setup, is_diffusion(name)
+    inherited = base or (name if name in list_configs() else "flux_dev" if diffusion else "llama3_1b")
+    given = load_config(inherited)
     lines = [
         f"# {s.describe()}, for {s.world_size} devices; written by titan-train plan.",
         f"extends = {json.dumps(inherited)}",
@@ -151,7 +152,7 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         *([f"fused_loss = {_toml(s.loss == 'chunked')}"] if s.loss != "fused" else []),
         *(
             ["ramp_from = 0  # planned for the whole batch, without the base's ramp", "ramp_tokens = 0"]
-            if ramped
+            if given.train.ramp_from > 0
             else []
         ),
         "",
@@ -165,7 +166,7 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         'accumulate = "sharded"',
         'compress = "none"',
     ]
-    if diffusion:
+    if diffusion and s.seq_len != given.model.seq_len:
         lines[lines.index("[train]") : lines.index("[train]")] = _diffusion_lines(s.seq_len)
     if s.pp > 1:
         lines += ["", "[pipeline]", f'schedule = "{s.schedule}"', f"stages_per_rank = {s.stages_per_rank}", "cuts = []"]

@@ -29,6 +29,7 @@ from titan_train.models.registry import find_model, is_shipped
 from titan_train.models.shape import ModelShape
 from titan_train.models.traits import traits_of
 from titan_train.parallel.activations.recompute import apply_activation_checkpointing
+from titan_train.parallel.check import check_model, has_own_loss
 from titan_train.parallel.compiled import compile_blocks, compile_pieces, has_whole_graphs
 from titan_train.parallel.data_parallel import fsdp_policy
 from titan_train.parallel.expert.apply import apply_expert_parallel
@@ -41,6 +42,7 @@ from titan_train.parallel.stages import layers_of, stage_layers, take_stage, tak
 from titan_train.parallel.structure import blocks_of, freeze, hold_weights
 from titan_train.parallel.tensor.apply import apply_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables, table_for
+from titan_train.parallel.tied import meaning_all_copies
 from titan_train.planner.memory.closed import RankEstimate, closed_form
 from titan_train.planner.memory.peak import WORKSPACE, MemoryPeak, rank_peak
 from titan_train.planner.memory.rehearsed import (
@@ -78,15 +80,16 @@ def rehearse(
             the loss work in. Without it they are left out.
 
     Raises:
-        ValueError: The layout, the batch or the model cannot run on so many devices.
+        ValueError: The layout, the batch or the model cannot run on so many devices: what a run refuses.
     """
     plan = plan_run(config, devices)
     model = build_model(config.model, vocab_size=None)
     freeze(model, config.train.freeze)
     hold_weights(model, config.optimizer.weights)
+    check_model(config, plan.layout, plan.batch, model)
     return estimate_ranks(
-        config, model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule, closed_form=False,
-        counted=counted, folder=folder,
+        meaning_all_copies(config, model), model, layout=plan.layout, mode=plan.mode, batch=plan.batch, schedule=plan.schedule,
+        closed_form=False, counted=counted, folder=folder,
     )  # fmt: skip
 
 
@@ -270,7 +273,7 @@ class RankProgram:
         held = self._cut(make())
         experts = [stack.fqn for stack in expert_stacks(held)] if spec.ep > 1 else []
         cut_experts(held, spec.ep)
-        policy = fsdp_policy(self.config, self.mode, experts=experts)
+        policy = fsdp_policy(self.config, self.mode, held, experts=experts)
         sizes = {"shard": max(1, spec.dp_shard * spec.cp * spec.tp // spec.ep), "replicate": spec.dp_replicate}
         meshes = {"experts": sizes} if experts else None
         return held, fsdp.plan(held, wrapped_over(self.layout, self.mode), policy, meshes=meshes)
@@ -413,7 +416,7 @@ class RankProgram:
             self._compile(running)
         else:
             rehearse_activation_checkpointing(running, blocks, config.activations)
-        plan = fsdp.plan(running, sizes, fsdp_policy(config, self.mode))
+        plan = fsdp.plan(running, sizes, fsdp_policy(config, self.mode, running))
         loss = loss_like if last else None
         on_gpu = config.launch.device != "cpu"
         if on_gpu and config.compile.enabled:  # the last norm lies in no compiled block
@@ -431,7 +434,7 @@ class RankProgram:
             tokens = tokens_at_once(self.batch, config, self.layout)
             whole = self.layout.spec.tp == 1 and self.layout.spec.pp == 1
             convert_to_float8(part, config.float8, tokens=tokens, fuse_norms=whole, eager=not config.compile.enabled)
-        if running and config.train.fused_loss:
+        if running and config.train.fused_loss and not has_own_loss(load_task(config), config, None):
             head = fuse_head_loss(part, z_loss=0.0, vocab_size=1)
         if head is not None:  # one chunk leaves what many do, and is a hundredth of their operators
             cast(LossHead, part.get_submodule(head)).chunk_tokens = 2**62

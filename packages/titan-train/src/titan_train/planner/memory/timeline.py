@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 
 import titan_fsdp as fsdp
 from titan_pipeline import Action, Kind
+from torch import nn
 
 from titan_train.config import Config
-from titan_train.models.build import build_model
-from titan_train.parallel.layout.run import plan_run
+from titan_train.parallel.layout.run import RunPlan
 from titan_train.parallel.stages import stage_layers, take_stage
-from titan_train.parallel.structure import freeze, hold_weights
-from titan_train.planner.memory.folder import shape_of_folder
-from titan_train.planner.memory.ranks import RankProgram, estimate_ranks
+from titan_train.parallel.tied import meaning_all_copies
+from titan_train.planner.memory.closed import RankEstimate
+from titan_train.planner.memory.ranks import RankProgram
 from titan_train.planner.memory.rehearsed import pretended_groups
 
 _THROUGHOUT = ("parameters", "gradients", "optimizer", "workspace")
@@ -74,25 +74,17 @@ class MemoryTimeline:
         return number, totals[number]
 
 
-def step_timeline(config: Config, devices: int) -> MemoryTimeline:
+def step_timeline(config: Config, plan: RunPlan, whole: nn.Module, ranks: Sequence[RankEstimate]) -> MemoryTimeline:
     """Run the fullest rank's program on fake tensors and record what it allocates.
 
-    Raises:
-        ValueError: The layout, the batch or the model cannot run on so many devices.
+    Args:
+        config: The run's configuration.
+        plan: Its layout and schedule.
+        whole: Its model on the meta device, with what is to be frozen; it is copied, not changed.
+        ranks: What each pipeline rank holds.
     """
-    plan, whole = plan_run(config, devices), build_model(config.model, vocab_size=None)
-    freeze(whole, config.train.freeze)
-    hold_weights(whole, config.optimizer.weights)
+    config = meaning_all_copies(config, whole)
     layout, schedule = plan.layout, plan.schedule
-    ranks = estimate_ranks(
-        config,
-        whole,
-        layout=layout,
-        mode=plan.mode,
-        batch=plan.batch,
-        schedule=schedule,
-        folder=shape_of_folder(config),
-    )
     fullest = max(ranks, key=lambda rank: rank.peak)
     held = {name: int(fullest.memory.parts.get(name, 0)) for name in _THROUGHOUT}
     title, traces = config.model.name, dict[int, fsdp.MemoryTrace]()
