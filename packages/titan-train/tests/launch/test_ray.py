@@ -14,7 +14,7 @@ from titan_train.config.launch import RayConfig
 from titan_train.launch.job import Attempt
 from titan_train.launch.place.ray import launcher as ray
 from titan_train.launch.place.ray.actor import NodeActor
-from titan_train.launch.place.ray.cluster import connect, versions
+from titan_train.launch.place.ray.cluster import connect, node_versions
 from titan_train.launch.place.ray.launcher import RayLauncher, problems
 from titan_train.launch.place.ray.nodes import RayNodes
 
@@ -175,8 +175,9 @@ def test_ray_that_is_not_installed_says_how_to_get_it(monkeypatch):
 
 
 def test_a_node_with_other_versions_or_without_the_run_folder_is_refused():
-    mine = versions()
+    mine = node_versions()
     assert problems("node 10.0.0.1", mine, sees_run_folder=True) == []
+    assert {"titan-train", "titan-pipeline", "titan-cp", "titan-fp8"} < mine.keys()
     version, folder = problems("node 10.0.0.2 (abcdef)", mine | {"torch": "2.0"}, sees_run_folder=False)
     assert (
         version == f"node 10.0.0.2 (abcdef) has torch 2.0, this machine has {mine['torch']}: install the same version"

@@ -14,8 +14,10 @@ from titan_train.config.ramp import BatchRamp
 from titan_train.data import IteratedBatches
 from titan_train.inputs import GivenInputs, open_inputs, prepare_inputs
 from titan_train.models import build_model
+from titan_train.observe.run_info import versions
 from titan_train.optim.spikes import Spikes
 from titan_train.tasks.vision.task import VisionTask
+from titan_train.train import process
 from titan_train.train.best import BestValidation
 from titan_train.train.checkpoints import RankState
 from torch.utils.data import DataLoader
@@ -293,6 +295,20 @@ def test_ranks_whose_machines_prepared_other_text_are_refused_alike(tmp_path):
     first, second = run_ranks(on_machines_with_other_text, 2, tmp_path)
     assert first == second
     assert first.startswith("the tokens of rank 1 of 2 are not those of rank 0")
+
+
+def with_other_versions(folder):
+    if torch.distributed.get_rank():
+        process.versions = lambda: versions() | {"titan-cp": "0.0"}
+    with pytest.raises(ValueError, match="install the same version") as caught:
+        Trainer(config(folder, "run", parallel={"dp_shard": 2}))
+    return str(caught.value)
+
+
+def test_ranks_whose_machines_have_other_versions_are_refused_alike(tmp_path):
+    first, second = run_ranks(with_other_versions, 2, tmp_path)
+    assert first == second
+    assert first.startswith(f"titan-cp is 0.0 on rank 1 and {versions()['titan-cp']} on rank 0")
 
 
 REFUSED = {

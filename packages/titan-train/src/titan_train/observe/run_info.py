@@ -25,7 +25,14 @@ _JOURNAL = "attempts.jsonl"
 Span = tuple[int, dict[str, Any]]
 """The step after which settings hold, and their values by dotted name."""
 Status = Literal["finished", "stopped", "failed"]
-_DISTRIBUTIONS = ("titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "titan-ckpt", "torch", "numpy")
+_COMPARED = (
+    "torch", "titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "titan-ckpt", "titan-cp", "titan-fp8",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """The packages whose versions must be the same on every machine of a run, with those that are installed here."""
+    return _versions_of(*_COMPARED)
 
 
 class RunInfo:
@@ -80,7 +87,7 @@ class RunInfo:
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
             "git_commit": _git_commit(),
-            "versions": {"python": platform.python_version(), **_versions()},
+            "versions": {"python": platform.python_version(), **versions(), **_versions_of("numpy")},
             "attempts": [*attempts, attempt],
         }
         self._started = attempt["started"]
@@ -228,9 +235,9 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
-def _versions() -> dict[str, str]:
+def _versions_of(*names: str) -> dict[str, str]:
     found: dict[str, str] = {}
-    for name in _DISTRIBUTIONS:
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

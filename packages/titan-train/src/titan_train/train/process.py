@@ -1,4 +1,4 @@
-"""What a rank's process is set to: its device, its seeds, and SIGTERM and SIGUSR1 as requests.
+"""What a rank's process is set to: its device, its seeds, its versions, and SIGTERM and SIGUSR1 as requests.
 
 A signal reaches ranks at different moments, and a rank that stopped alone would leave its peers in a collective. So
 a handler only sets a flag; the trainer sums the flags of all ranks in the collective it makes every step anyway.
@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from titan_train.config import Config
+from titan_train.exchange import gather_values
 from titan_train.host_memory import keep_freed_memory
+from titan_train.observe.run_info import versions
 
 
 def set_up_process(config: Config) -> torch.device:
@@ -36,6 +38,22 @@ def set_up_process(config: Config) -> torch.device:
     # torch's varlen_attn is looked up once, behind a cache that a compiled block calls too.
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`-wrapped function")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_same_versions() -> None:
+    """Refuse ranks whose machines have other versions of torch or of these packages. Collective.
+
+    Raises:
+        ValueError: On every rank, naming the first that differs from rank 0.
+    """
+    first, *others = gather_values(versions())
+    for rank, theirs in enumerate(others, 1):
+        for name in sorted({*first, *theirs}):
+            mine, other = first.get(name, "not installed"), theirs.get(name, "not installed")
+            if mine != other:
+                raise ValueError(
+                    f"{name} is {other} on rank {rank} and {mine} on rank 0: install the same version on every machine."
+                )
 
 
 def device_name(device: torch.device) -> str:

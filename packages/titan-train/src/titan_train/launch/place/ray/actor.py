@@ -11,7 +11,7 @@ from pathlib import Path
 from titan_train.launch.job import RankExit
 from titan_train.launch.node.agent import NodeAgent, NodeJob, NodeRanks
 from titan_train.launch.place.ray.calls import RayAgent, Watch
-from titan_train.launch.place.ray.cluster import versions
+from titan_train.launch.place.ray.cluster import node_versions
 from titan_train.launch.place.ray.mailbox import Mailbox, News, NodeNews, alike, pack_beats
 from titan_train.launch.rank.heartbeat import Beat
 from titan_train.launch.rank.orders import Order
@@ -62,7 +62,7 @@ class NodeActor:
         return {
             "address": self._address,
             "node_id": ray.get_runtime_context().get_node_id(),
-            "versions": versions(),
+            "versions": node_versions(),
             "sees": Path(token).is_file(),
         }
 

@@ -1,7 +1,6 @@
 """Connecting to a Ray cluster or starting one here: what its nodes share, and how a run names its actors there."""
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_train.config import LaunchConfig
+from titan_train.observe.run_info import versions
 
 NAMESPACE = "titan-train"
 _FORWARDED = (
@@ -18,7 +18,6 @@ _FORWARDED = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING",
 )  # fmt: skip
 _CONNECT_S = 5.0
-_COMPARED = ("torch", "titan-train", "titan-fsdp", "titan-ckpt", "titan-mesh")
 
 
 def connect(launch: LaunchConfig, world_size: int) -> Any:
@@ -72,15 +71,9 @@ def _start_here(ray: Any, cpus: int, options: dict[str, Any]) -> None:
                 ) from err
 
 
-def versions() -> dict[str, str]:
+def node_versions() -> dict[str, str]:
     """Versions that must be the same on every node."""
-    found = {"python": platform.python_version()}
-    for name in _COMPARED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {"python": platform.python_version(), **versions()}
 
 
 def agent_prefix(run_dir: Path) -> str:

@@ -30,7 +30,7 @@ from titan_train.launch.job import Attempt, Launcher
 from titan_train.launch.node.agent import NodeJob
 from titan_train.launch.place.ray.actor import NodeActor
 from titan_train.launch.place.ray.calls import RayAgent
-from titan_train.launch.place.ray.cluster import NAMESPACE, agent_prefix, connect, first_line, forwarded, versions
+from titan_train.launch.place.ray.cluster import NAMESPACE, agent_prefix, connect, first_line, forwarded, node_versions
 from titan_train.launch.place.ray.job import RayJob
 from titan_train.launch.place.ray.nodes import RayNodes
 from titan_train.launch.place.ray.topology import order
@@ -280,10 +280,11 @@ class RayLauncher(Launcher):
 
 def problems(node: str, theirs: Mapping[str, str], *, sees_run_folder: bool) -> list[str]:
     """What keeps a node from running the job: other versions than here, or another file system."""
+    mine, none = node_versions(), "not installed"
     found = [
-        f"{node} has {package} {theirs.get(package, 'not installed')}, this machine has {mine}: install the same version"
-        for package, mine in versions().items()
-        if theirs.get(package) != mine
+        f"{node} has {package} {theirs.get(package, none)}, this machine has {mine.get(package, none)}: install the same version"
+        for package in sorted({*mine, *theirs})
+        if theirs.get(package) != mine.get(package)
     ]
     if not sees_run_folder:
         found.append(f"{node} cannot see the run folder: set run.dir to a file system that all nodes share")
