@@ -6,7 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from model_for_tests import TinyLM, batches, fill, loss_of
-from titan_fsdp import CollectiveCounter, Collectives, Comm, MixedPrecision, Policy, materialize, named_parameters, plan
+from titan_fsdp import (
+    CollectiveCounter,
+    Collectives,
+    Comm,
+    MixedPrecision,
+    Policy,
+    Unit,
+    materialize,
+    named_parameters,
+    plan,
+)
 from titan_fsdp.wrapping.borders import cast_at_borders
 from titan_testing import run_ranks
 from torch import Tensor
@@ -158,3 +168,66 @@ def test_a_tied_weight_is_kept_in_fp32_with_all_modules_that_hold_it_by_any_name
     units = {unit.name: unit.param_dtype for unit in plan(TinyLM(tied=True), {"shard": 2}, policy).units if unit.params}
     assert units.pop("embed+head") == torch.float32
     assert set(units.values()) == {torch.bfloat16}
+
+
+class Tower(torch.nn.Module):
+    """Has units of its own inside, and parameters beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(TwoNorms() for _ in range(2))
+        self.norm1 = torch.nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm1(x)
+
+
+def towers() -> torch.nn.ModuleDict:
+    return torch.nn.ModuleDict({"encoder": Tower(), "decoder": Tower()})
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ("encoder", {"encoder", "encoder.layers.0", "encoder.layers.1"}),
+        ("encoder.layers", {"encoder.layers.0", "encoder.layers.1"}),
+        ("*.layers.1", {"encoder.layers.1", "decoder.layers.1"}),
+    ],
+)
+def test_units_inside_a_kept_module_or_container_are_kept(keep: str, kept: set[str]) -> None:
+    policy = Policy(units=["*.layers.*"], mp=MixedPrecision(param="bf16", keep_fp32=[keep]))
+    units = plan(towers(), {"shard": 2}, policy).units
+    assert {unit.name for unit in units if unit.param_dtype == torch.float32} == kept
+
+
+def test_a_unit_on_a_mesh_of_its_own_inside_a_kept_module_is_kept() -> None:
+    policy = Policy(
+        units=["*.layers.*", Unit("*.layers.*.up", mesh="experts")],
+        mp=MixedPrecision(param="bf16", keep_fp32=["encoder.layers.0"]),
+    )
+    units = plan(towers(), {"shard": 4}, policy, meshes={"experts": {"shard": 2}}).units
+    kept = {unit.name: unit.mesh for unit in units if unit.param_dtype == torch.float32}
+    assert kept == {"encoder.layers.0": None, "encoder.layers.0.up": "experts"}
+
+
+def run_kept_tower() -> None:
+    policy = Policy(units=["layers.*", "norm1"], mp=MixedPrecision(param="bf16", keep_fp32=["layers"]))
+    nested = Policy(units=["0.layers.*"], mp=MixedPrecision(param="bf16", keep_fp32=["0"]))
+    for model, chosen, between in (
+        (Tower(), policy, torch.bfloat16),
+        (torch.nn.Sequential(Tower(), torch.nn.Linear(4, 4)), nested, torch.float32),
+    ):
+        wrapped: Any = materialize(plan(model, init_device_mesh("cpu", (2,)), chosen).apply(model), "cpu", fill)
+        seen: list[torch.dtype] = []
+        tower = wrapped[0] if between == torch.float32 else wrapped
+        tower.layers[0].register_forward_hook(lambda m, args, out, seen=seen: seen.append(out.dtype))
+        output = wrapped(torch.ones(2, 4))
+        output.float().square().sum().backward()
+        assert seen == [between]
+        assert output.dtype == torch.bfloat16
+
+
+def test_what_lies_in_a_kept_module_hands_on_float32() -> None:
+    run_ranks(run_kept_tower, 2)

@@ -14,6 +14,10 @@ from titan_train.config.model import ModelConfig
 from titan_train.export.load import load_exported
 from titan_train.generation import generate, load_run
 from titan_train.models import build_model
+from titan_train.parallel.check import check_model
+from titan_train.parallel.layout.run import plan_run
+from titan_train.parallel.stages import take_stage
+from titan_train.parallel.tensor.checks import check_dropout
 from titan_train.serve.folder import load_served
 from titan_train.tasks.text import TextTask
 from titan_train.train import Trainer
@@ -98,6 +102,36 @@ class Window(Base):  # nanoGPT's way to learn positions
         return logits, nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
 
 
+class Remembers(Base):  # keeps what its first call computed
+    kept = None
+
+    def forward(self, tokens, targets=None):
+        if self.kept is None:
+            self.kept = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.logits(tokens)
+
+
+class Half(Base):
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.embed.to(torch.bfloat16)
+        self.head.weight = self.embed.weight
+
+
+class Staged(Base):
+    first_stage_parts, last_stage_parts = ("embed",), ("head",)
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.layers = nn.ModuleDict({str(i): nn.Linear(8, 8) for i in range(2)})
+
+    def forward(self, x, skipped=None):
+        x = x if self.embed is None else self.embed(x)
+        for layer in self.layers.values():
+            x, skipped = layer(x), x
+        return (x, skipped) if self.head is None else self.head(x + skipped)
+
+
 class Branches(Base):
     def forward(self, tokens):
         return self.logits(tokens) * (2.0 if tokens.device.type != "meta" and bool(tokens.sum() > 3) else 1.0)
@@ -139,6 +173,38 @@ def test_logits_are_taken_from_what_a_module_returns_them_in(code, name):
     model(tokens).square().sum().backward()
     plain(tokens).square().sum().backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_forward_that_needs_targets_is_given_some_that_any_part_of_the_vocabulary_has(code):
+    """Under tensor parallelism a rank has part of the logits, and under pipeline parallelism a stage gets hidden states."""
+    model = built("LogitsLoss")
+    whole = model(torch.full((1, 4), 29))
+    model.head = torch.nn.Linear(8, 15)
+    assert whole.shape == (1, 4, 30)
+    assert model(torch.full((1, 4), 29)).shape == (1, 4, 15)
+
+
+def test_a_trial_leaves_no_trace_in_the_model(code):
+    (code / "d.toml").write_text((code / "c.toml").read_text().replace("Plain", "Remembers"))
+    config = load_config("d.toml")
+    model = build_model(config.model, vocab_size=259)
+    plan = plan_run(config, 1)
+    check_model(config, plan.layout, plan.batch, model, vocab_size=259)
+    check_dropout(model, {"head": "region"}, 16)
+    assert model.kept is None
+
+
+def test_a_module_of_half_precision_has_float32_masters_and_its_ties(code):
+    model = built("Half")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.head.weight is model.embed.weight
+
+
+def test_a_stage_hands_on_all_that_it_returns(code):
+    model = built("Staged")
+    first = take_stage(model, range(1), first=True, last=False)
+    assert len(first(torch.arange(4)[None])) == 2
+    assert isinstance(take_stage(model, range(1, 2), first=False, last=True)(torch.ones(1, 4, 8)), torch.Tensor)
 
 
 def test_a_module_that_gives_no_logits_is_refused_in_one_line_and_one_that_does_is_exported(code, capsys):

@@ -2,7 +2,8 @@
 
 FSDP2's dtypes belong to a wrapped unit, so what stays in float32 needs a unit of its own: one for all such modules
 inside a unit, nested in it. That costs one more, small, all-gather and reduce-scatter a unit, and works on every torch
-version alike. Its inputs are cast to float32, its outputs back to the dtype around it (but see `titan_fsdp.wrapping.borders`).
+version alike. A unit that lies in a kept module is kept as it is. Inputs are cast to float32, outputs back to the dtype
+around it (but see `titan_fsdp.wrapping.borders`).
 """
 
 from dataclasses import replace
@@ -29,7 +30,8 @@ def split_fp32(model: nn.Module, groups: list[Group], mp: MixedPrecision) -> lis
         inside.setdefault(owner(name, members), []).append(name)
     result: list[Group] = []
     for group in groups:
-        taken = [name for fqn in group.fqns for name in inside.get(fqn, [])]
+        whole = [fqn for fqn in group.fqns if owner(fqn, kept) is not None]
+        taken = [name for fqn in group.fqns for name in ([fqn] if fqn in whole else inside.get(fqn, []))]
         rest = tuple(fqn for fqn in group.fqns if fqn not in taken)
         if not rest:  # the whole unit is kept
             result.append(replace(group, fp32=True))
@@ -42,21 +44,26 @@ def split_fp32(model: nn.Module, groups: list[Group], mp: MixedPrecision) -> lis
 
 
 def _kept_modules(model: nn.Module, mp: MixedPrecision) -> list[str]:
-    """Outermost modules that a pattern names, or all of whose own parameters one names, and those tied to them."""
+    """Outermost modules that a pattern names, or all of whose own parameters one names, and those tied to them.
+
+    A container that a pattern names stands for the modules in it.
+    """
     kept: list[str] = []
+    containers: list[str] = []
     tied = _tied_to_kept(model, mp)
     for name, module in named_modules(model).items():
         if owner(name, kept) is not None or not has_parameters(module):
             continue
         direct = [f"{name}.{p}" if name else p for p, _ in module.named_parameters(recurse=False)]
         hit = [fqn for fqn in direct if matches(fqn, mp.keep_fp32)]
-        named = name in tied or matches(name, mp.keep_fp32)
+        named = name in tied or matches(name, mp.keep_fp32) or owner(name, containers) is not None
         if name and is_container(module):
             if direct and (hit or named):
                 raise ValueError(
                     f"mp.keep_fp32 matches {hit or direct}, but {name!r} is a {type(module).__name__} without forward, whose "
                     "parameters compute in the dtype of what is around it. Match the module around it."
                 )
+            containers += [name] if named else []
             continue
         if name and named:
             kept.append(name)

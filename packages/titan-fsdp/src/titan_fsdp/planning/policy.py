@@ -31,8 +31,9 @@ class MixedPrecision:
     output: Literal["bf16", "fp32"] | None = None
     """Dtype the model's output is cast to; None leaves it as computed."""
     keep_fp32: Sequence[str] = ()
-    """FQN patterns of modules or parameters computed in float32; costs one more gather in each unit. What they return is cast
-    to ``param``, but for scalars (a loss) and the results of modules with an attribute ``keeps_output_dtype = True``."""
+    """FQN patterns of modules (with all that they hold) or parameters computed in float32; costs one more gather in each unit.
+    A container, which has no forward, stands for the modules in it. What goes on to modules around is cast to ``param``, but for
+    scalars (a loss) and the results of modules with an attribute ``keeps_output_dtype = True``."""
 
     def __post_init__(self) -> None:
         _one_of("mp.param", self.param, tuple(_DTYPES))

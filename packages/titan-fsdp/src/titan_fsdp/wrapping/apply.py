@@ -82,7 +82,8 @@ def _wrap(
     }
     if fp32_inside or (len(modules) > 1 and policy.mp.param != "fp32"):
         # A unit kept in float32 hands its result on in the dtype its neighbours compute in.
-        cast_at_borders(modules, unit.param_dtype, policy.mp.param_dtype if fp32_inside else None)
+        hands_on = policy.mp.param_dtype if fp32_inside and not _is_in_fp32(plan, unit) else None
+        cast_at_borders(modules, unit.param_dtype, hands_on)
     target: Any = modules if len(modules) > 1 else modules[0]
     if policy.mode == "ddp":
         replicate_engine()(target, **options)
@@ -91,6 +92,13 @@ def _wrap(
     if dims:
         options["shard_placement_fn"] = lambda parameter: Shard(dims[id(parameter)]) if id(parameter) in dims else None
     fully_shard(target, reshard_after_forward=unit.reshard, **options)
+
+
+def _is_in_fp32(plan: PlanData, unit: PlannedUnit) -> bool:
+    """Whether what is around a unit is kept in float32 too."""
+    kept = [u for u in plan.units if u.param_dtype != plan.policy.mp.param_dtype]
+    around = [f"{fqn}." for other in kept for fqn in other.fqns]
+    return all(fqn.startswith(tuple(around)) for fqn in unit.fqns)
 
 
 def _parameters(unit: PlannedUnit, modules: list[nn.Module]) -> list[tuple[nn.Parameter, Any]]:

@@ -90,4 +90,7 @@ def _build_own(config: ModelChoice, vocab_size: int | None) -> nn.Module:
         raise ValueError(
             f"model.name={config.name!r} returned a {type(model).__name__}; it must return a torch.nn.Module."
         )
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):  # masters are float32, and train.dtype what computes
+            parameter.data = parameter.data.float()
     return take_logits(model)

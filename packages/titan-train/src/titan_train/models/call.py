@@ -1,6 +1,7 @@
 """Call any model on a batch, handing it only what its forward accepts; and what it drops by chance in training."""
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections import Counter
@@ -60,7 +61,7 @@ def take_logits(model: nn.Module) -> nn.Module:
     """Have a user's module return its logits alone, whatever its ``forward`` returns them in.
 
     Taken: a tuple or list with the logits before or after a loss, a dict with "logits", an object with ``.logits``. Some forwards
-    compute all positions only when they are given targets (nanoGPT); they are given the tokens, and the loss is left unread.
+    compute all positions only when they are given targets (nanoGPT); they are given zeros, and the loss is left unread.
 
     Returns:
         The same module.
@@ -109,19 +110,27 @@ def evaluating(parts: Iterable[nn.Module]) -> Generator[None]:
                 module.training = training
 
 
+def copy_to_try(model: nn.Module) -> nn.Module:
+    """A copy with the same parameters, for a trial forward: what modules keep from their first call stays out of the model."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
 def _last_position_only(model: nn.Module) -> bool:
     """Whether two tokens give one row of logits; False where that cannot be tried."""
     here = next(model.parameters(), torch.empty(0)).device
     try:
         with torch.no_grad():
-            logits = model(torch.zeros(1, 2, dtype=torch.int64, device=here))
+            logits = copy_to_try(model)(torch.zeros(1, 2, dtype=torch.int64, device=here))
     except Exception:  # the user's own code; a run says what is wrong with it
         return False
     return isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[1] == 1
 
 
 def _give_targets(name: str, _module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    return args, {name: args[0], **keywords} if len(args) == 1 else keywords
+    if len(args) != 1:
+        return args, keywords
+    # zeros: a rank may hold part of the vocabulary, and a pipeline stage is given hidden states
+    return args, {name: torch.zeros(args[0].shape[:2], dtype=torch.int64, device=args[0].device), **keywords}
 
 
 def accepted_inputs(model: nn.Module, names: Sequence[str] = _OPTIONAL) -> frozenset[str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titan_train.config import Config
 from titan_train.config.recipe import MTPConfig
 from titan_train.kernels.apply import check_kernels
-from titan_train.models.call import active_dropout
+from titan_train.models.call import active_dropout, copy_to_try
 from titan_train.models.common.loss import NextTokenLoss
 from titan_train.models.common.mtp import mtp_of
 from titan_train.models.traits import traits_of
@@ -153,9 +153,10 @@ def _try_own_forward(config: Config, model: nn.Module, vocab_size: int | None, *
     memory, no device and no process group: it is left to the ranks, which report it if they meet it.
     """
     tokens = torch.zeros(1, config.model.seq_len, dtype=torch.int64, device="meta")
+    tried = copy_to_try(model)
     try:
         with torch.no_grad():
-            output: Any = model(tokens)
+            output: Any = tried(tokens)
     except Exception as err:  # the user's own code
         owner, file = raised_in(err)
         needs_ranks = owner == "library" or (owner == "torch" and "distributed" in file.parts)

@@ -19,6 +19,7 @@ from torch import nn
 
 from titan_train.config import Config, PipelineConfig
 from titan_train.models import flops_per_token
+from titan_train.models.call import take_whole_output
 from titan_train.models.traits import traits_of
 from titan_train.parallel.layout.batch import BatchPlan
 from titan_train.parallel.layout.run import plan_pipeline
@@ -127,6 +128,13 @@ def check_can_be_cut(model: nn.Module) -> None:
 
 def take_stage(whole: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
     """A copy of what one stage holds of a whole model; parameter names stay as they are, the rest is None."""
+    stage = _cut_stage(whole, layers, first=first, last=last)
+    if not last:  # what it hands on may be several tensors
+        take_whole_output(stage)
+    return stage
+
+
+def _cut_stage(whole: nn.Module, layers: range, *, first: bool, last: bool) -> nn.Module:
     traits = traits_of(whole)
     if traits.take_stage is not None:
         return traits.take_stage(layers, first=first, last=last)

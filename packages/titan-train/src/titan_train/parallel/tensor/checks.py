@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from titan_train.models.call import copy_to_try
 from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.parallel.tensor.plan import plan_tensor_parallel
 from titan_train.parallel.tensor.styles import style_of
@@ -74,7 +75,7 @@ def check_dropout(model: nn.Module, table: StyleTable, seq_len: int) -> None:
     """Refuse a user's region that returns what a dropout gives, under sequence parallelism: its ranks draw other masks, for
     summands of the same tokens. A forward on the meta device tells; where that fails, nothing is known.
     """
-    dropped = _Dropped()
+    dropped, model = _Dropped(), copy_to_try(model)
     regions: list[str] = []
 
     def look(name: str) -> Any:
