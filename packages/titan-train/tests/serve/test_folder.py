@@ -1,5 +1,6 @@
 """What a folder of the hub says beside its weights."""
 
+import json
 import shutil
 
 import pytest
@@ -51,7 +52,12 @@ def test_an_export_is_served_with_its_chat_template_and_beginning_whatever_its_t
     assert served.config.model.seq_len == 4096  # of the training, which limits prompts
     assert served.template is not None
     assert served.template.source == BUILT_IN["plain"]
-    assert encode_prompt(served, "def") == [*([tokenizer.bos_id] if add_bos else []), *tokenizer.encode("def")]
+    begun = [*([tokenizer.bos_id] if add_bos else []), *tokenizer.encode("def")]
+    assert encode_prompt(served, "def") == begun
+    (tmp_path / "tokenizer.json").unlink()  # as of a vocabulary that cannot be written as one
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": add_bos}))
+    assert encode_prompt(load_served(tmp_path), "def") == begun
 
 
 def test_a_published_folder_with_both_files_is_served_with_its_tokenizer_json(tmp_path, monkeypatch):

@@ -290,3 +290,12 @@ def test_a_text_begins_as_with_transformers(single, settings, documents, folder,
     before = ids_before_text(folder)
     assert begun[: len(before) + len(plain)] == before + plain
     assert adds_bos(folder) == documents == (before == [1])
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"add_bos_token": False}, {"add_bos_token": True}])
+def test_a_folder_with_tokenizer_model_alone_says_by_a_field_how_texts_begin(settings, tmp_path):
+    (tmp_path / "tokenizer.model").touch()
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert adds_bos(tmp_path) == bool(settings and settings["add_bos_token"])
+    assert ids_before_text(tmp_path) == []

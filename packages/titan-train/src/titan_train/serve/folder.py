@@ -20,7 +20,7 @@ from titan_train.export.step_model import SteppedModel
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, load_run
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, load_tokenizer
-from titan_train.tokenizers.huggingface import TEMPLATE_NAME, ids_before_text
+from titan_train.tokenizers.huggingface import TEMPLATE_NAME, adds_bos, ids_before_text
 from titan_train.tokenizers.protocol import SAVED_NAME
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -57,9 +57,11 @@ def load_served(
     if not found:
         raise ValueError(f"{folder} has no tokenizer that can be read. Copy tokenizer.json into it.")
     with using(folder):
-        stop_ids, begin = stop_ids_of(folder), tuple(ids_before_text(folder))
+        stop_ids = stop_ids_of(folder)
         ours = found["kind"] != "hf" or (folder / SAVED_NAME).is_file()
         tokenizer = load_tokenizer(found["path"]) if ours else HfTokenizer.from_folder(folder)
+        bos = tokenizer.bos_id if adds_bos(folder) else None
+        begin = tuple(ids_before_text(folder)) if bos is None else (bos,)
         model = _of_transformers(exported) if isinstance(exported, HfModel) else _of_steps(exported)
         file = folder / TEMPLATE_NAME
         template = ChatTemplate.of(tokenizer, read_text(file) if file.is_file() else "")

@@ -24,7 +24,14 @@ import numpy.typing as npt
 from titan_train.files import read_bytes, read_text
 from titan_train.lazy import require
 from titan_train.tokenizers.byte import BYTE_OF_CHARACTER
-from titan_train.tokenizers.protocol import SAVED_NAME, TokenArray, check_ids, read_description, save_tokenizer
+from titan_train.tokenizers.protocol import (
+    MODEL_NAME,
+    SAVED_NAME,
+    TokenArray,
+    check_ids,
+    read_description,
+    save_tokenizer,
+)
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -283,8 +290,12 @@ def adds_bos(folder: Path) -> bool:
     Raises:
         ValueError: As of `ids_before_text`.
     """
-    if not (folder / TOKENIZER_JSON).is_file():
-        return False
+    if not (
+        folder / TOKENIZER_JSON
+    ).is_file():  # transformers makes one of tokenizer.model, and reads this field only then
+        settings = folder / TOKENIZER_CONFIG
+        made = (folder / MODEL_NAME).is_file() and settings.is_file()
+        return made and read_json(settings).get("add_bos_token") is True
     before, bos = _begin(folder)
     return before == [bos]
 
