@@ -74,7 +74,7 @@ class TrainConfig:
     """Tokens after which the ramp has reached global_batch."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of parameters in forward and backward; the optimizer always keeps float32 masters."""
+    """Dtype of parameters in forward and backward; the optimizer updates float32 ones, see optimizer.weights."""
 
     max_grad_norm: Annotated[float, Range(0, note="0 measures without clipping")] = 1.0
     """Clip the gradient's 2-norm to this; 0 only measures it."""
