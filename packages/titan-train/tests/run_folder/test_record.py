@@ -9,7 +9,7 @@ from titan_train.config.words import settings_of
 from titan_train.observe import JsonlTracker, RunInfo, StepRecord, read_run_info
 from titan_train.observe.run_info import settings_spans
 from titan_train.report import build_report, compare_runs, summarize
-from titan_train.run_folder import changes, read_config, stage, take_effect
+from titan_train.run_folder import changes, read_config, record_return, stage, take_effect
 
 
 def configure(**optimizer):
@@ -96,6 +96,23 @@ def test_steps_that_are_made_again_are_of_the_attempt_that_made_them_last(tmp_pa
     assert "optimizer.lr 0.002 -> 0.0003" in summarize(run)
     assert make_run(tmp_path / "a", (0, 24, 0.003)) == run  # begun again
     assert len(settings_spans(read_run_info(run))) == 1
+
+
+def test_a_run_that_goes_back_beyond_a_change_has_its_settings_from_there_on(tmp_path):
+    run = make_run(tmp_path / "a", (0, 18, 0.003), (18, 20, 0.0001))
+    body = (run / "config.toml").read_text().partition("\n\n")[2]
+    assert record_return(run, 18) == {}
+    assert record_return(run, 10) == {"optimizer.lr": [0.003, 0.0001]}
+    spans = [(after, values["optimizer.lr"]) for after, values in settings_spans(read_run_info(run))]
+    assert spans == [(0, 0.003), (10, 0.0001)]
+    text = (run / "config.toml").read_text()
+    assert text.splitlines()[:2] == [
+        "# Settings changed during this run. Those below hold after step 10.",
+        "# Steps 1 to 10: optimizer.lr = 0.003",
+    ]
+    assert text.partition("\n\n")[2] == body
+    assert record_return(run, 0) == {}
+    assert (run / "config.toml").read_text() == body
 
 
 def test_a_run_of_an_older_version_begins_its_record_with_its_configuration(tmp_path):

@@ -200,6 +200,16 @@ def test_a_run_that_went_back_and_was_lost_continues_after_the_spike(folder):
         assert trainer._spikes.rewinds == 0  # the error's remedy: another try
 
 
+def test_a_run_that_goes_back_beyond_a_change_of_settings_says_from_where_they_hold(folder):
+    for until, lr in ((6, 1e-3), (9, 9e-4)):
+        with Trainer(spiking(folder, "changed", optimizer={"lr": lr}), callbacks=[Spike()]) as trainer:
+            trainer.fit(until=until)
+    lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line.get("event") in ("settings_changed", "rewound")] == [4, 4]
+    settings = json.loads((trainer.run_dir / "run.json").read_text())["settings"]
+    assert [(span["after_step"], span["values"]["optimizer.lr"]) for span in settings] == [(0, 1e-3), (4, 9e-4)]
+
+
 def test_a_run_that_was_lost_before_it_saved_where_it_went_back_to_keeps_its_record(folder):
     class Lost(Spike):
         def phase(self, name, step):

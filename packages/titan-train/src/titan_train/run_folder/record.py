@@ -5,8 +5,8 @@ A resume may change settings, and a branch begins with another run's steps. ``ru
     "settings": [{"after_step": 0, "values": {"optimizer.lr": 0.003}}, {"after_step": 18, "values": {"optimizer.lr": 0.0001}}]
     "parent": {"run": "runs/a", "step": 100}
 
-``values`` are the settings that are not at their default. An entry holds until the next one. Steps that a resume makes again are
-of the attempt that made them last, so its entry replaces those after its first step.
+``values`` are the settings that are not at their default. An entry holds until the next one. Steps that a resume or a return
+after spikes makes again are of the attempt that made them last, so its entry replaces those after its first step.
 """
 
 from itertools import pairwise
@@ -19,6 +19,8 @@ from titan_train.files import write_atomic
 from titan_train.observe.run_info import Span, add_run_info, differing, parent_of, read_run_info, settings_spans
 from titan_train.run_folder.contents import read_config
 from titan_train.run_folder.staging import commit
+
+_HEAD = "# Settings changed during this run."
 
 
 def take_effect(
@@ -40,20 +42,38 @@ def take_effect(
     parent = parent or (parent_of(info) if step else None)
     commit(run_dir, config)
 
-    kept = [span for span in before if span[0] < step]
-    values = values_set(config)
-    changed = differing(kept[-1][1], values) if kept else {}
-    if changed or not kept:
-        kept.append((step, values))
     extra: dict[str, Any] = {} if parent is None else {"parent": {"run": parent[0], "step": parent[1]}}
     attempts: Any = read_run_info(run_dir).get("attempts")
     if isinstance(attempts, list) and attempts and isinstance(attempts[-1], dict):
         attempts[-1]["from_step"] = step  # the newest checkpoint may be damaged, or of another run
         extra["attempts"] = attempts
+    return _hold_from(run_dir, before, step, values_set(config), extra)
+
+
+def record_return(run_dir: Path, step: int) -> dict[str, list[Any]]:
+    """Record that the steps after ``step`` are made again with the settings at hand. In rank 0.
+
+    Returns:
+        As of `take_effect`, if the record named a later step.
+    """
+    spans = settings_spans(read_run_info(run_dir))
+    return _hold_from(run_dir, spans, step, spans[-1][1], {}) if spans and spans[-1][0] > step else {}
+
+
+def _hold_from(
+    run_dir: Path, before: list[Span], step: int, values: dict[str, Any], extra: dict[str, Any]
+) -> dict[str, list[Any]]:
+    """Record that ``values`` hold after ``step``, with what else ``run.json`` is to say; what they changed."""
+    kept = [span for span in before if span[0] < step]
+    changed = differing(kept[-1][1], values) if kept else {}
+    if changed or not kept:
+        kept.append((step, values))
     add_run_info(run_dir, settings=[{"after_step": after, "values": values} for after, values in kept], **extra)
-    if len(kept) > 1:
-        file = run_dir / "config.toml"
-        write_atomic(file, _notes(kept) + file.read_text(encoding="utf-8"))
+    file = run_dir / "config.toml"
+    text = file.read_text(encoding="utf-8")
+    body = text.partition("\n\n")[2] if text.startswith(_HEAD) else text
+    if len(kept) > 1 or body != text:
+        write_atomic(file, (_notes(kept) if len(kept) > 1 else "") + body)
     return changed
 
 
@@ -69,7 +89,7 @@ def _of_older_version(run_dir: Path, step: int) -> list[Span]:
 
 def _notes(spans: list[Span]) -> str:
     """The head of ``config.toml`` of a run whose settings changed: comments."""
-    lines = [f"# Settings changed during this run. Those below hold after step {spans[-1][0]}."]
+    lines = [f"{_HEAD} Those below hold after step {spans[-1][0]}."]
     for (after, values), (until, later) in pairwise(spans):
         old = ", ".join(
             f"{ascii(key)[1:-1]} = {'the default' if pair[0] is None else ascii(pair[0])}"
