@@ -65,10 +65,10 @@ def export_run(
         dtype: Of the weights. Routing biases stay float32. ONNX and AOTInductor hold these values in float32.
         max_shard_bytes: Start another file before one passes this size (hf).
         gate: Load every artefact and compare it with the run's model, one after the other in memory. Without, hf, gguf and
-            dcp take memory for one tensor instead of the model.
+            dcp take memory for one tensor instead of the model, unless it has adapters or is an average of weights.
         group: Ranks that all call this with the same arguments and see the same file system (gloo). For hf, each writes its
             own files; the run's model is cut over them and the folder read layer by layer, so that none holds the model.
-            The first rank alone writes other targets, adapters, and models that cannot be cut over so many ranks.
+            The first rank alone writes other targets, adapters, averages, and models that cannot be cut over so many ranks.
         trust_code: As in `load_run`.
         code: As in `load_run`.
 
