@@ -2,9 +2,11 @@
 
 import json
 import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tiny_run import Injecting, tiny_run, write_text
@@ -85,6 +87,32 @@ def test_a_step_that_was_wrong_once_is_made_as_if_nothing_had_happened(folder):
     flipped = run_ranks(train, 2, folder, "flipped", "bit-flip rank=1 step=9", {})[0]
     assert flipped == without  # bitwise: the second execution's gradients are those of the first, had it been right
     assert verdicts(folder, "without") == []
+
+
+def test_every_execution_draws_the_same_numbers_from_all_generators():
+    def draw():
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    rerun = Rerun(2.0, torch.device("cpu"), None)
+    drawn = []
+    rerun.remember()
+    first = draw()
+    rerun([], (math.nan, 1.0, math.nan), lambda _: drawn.append(draw()) or (math.nan, 1.0, math.nan))
+    assert drawn == [first]
+
+
+def on_a_neighbour(_):
+    import torch.distributed as dist
+
+    state = RandomState(torch.device("cpu"))
+    expected = random.random(), float(np.random.rand())
+    _, draws = neighbours_batches([], state, dist.group.WORLD, state.device)
+    draws.restore()
+    return expected == (random.random(), float(np.random.rand()))
+
+
+def test_a_neighbour_draws_as_the_step_began(folder):
+    assert run_ranks(on_a_neighbour, 2, folder) == [True, True]
 
 
 def test_one_rank_alone_says_that_it_cannot_tell(folder):

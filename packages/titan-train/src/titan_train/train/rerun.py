@@ -19,6 +19,7 @@ Limits: tensor, context and pipeline ranks compute one loss together, so a rank 
 Statistics of delayed float8 scaling see the step each time it is computed.
 """
 
+import copy
 import dataclasses
 import math
 from collections import deque
@@ -197,7 +198,7 @@ def neighbours_batches(
     fields = [{name: _sent(getattr(batch, name)) for name in _names(batch)} for batch in batches]
     every = gather_values([fields, state.host, state.cuda], group)
     lent, host, cuda = every[(group.rank() - 1) % group.size()]
-    draws = RandomState(device)
+    draws = copy.copy(state)  # Python's and numpy's generators are alike on every rank
     draws.host, draws.cuda = host, cuda
     return [_like(batch, values, device) for batch, values in zip(batches, lent, strict=True)], draws
 

@@ -62,11 +62,14 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.python, self.numpy = random.getstate(), np.random.get_state()
         self.host = torch.get_rng_state()
         self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
         """Go back to it."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.host)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
