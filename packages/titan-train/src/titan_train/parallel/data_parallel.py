@@ -11,6 +11,7 @@ import titan_fp8
 import titan_fsdp as fsdp
 import torch
 from titan_fsdp.names import expand, named_modules
+from titan_fsdp.torch_private import has_method
 from titan_mesh import Layout, Mesh
 from torch import Tensor, nn
 
@@ -32,9 +33,10 @@ def fsdp_policy(
         mode: The resolved mode.
         part: The model or a pipeline stage; its trait `fsdp_units` names modules that are gathered as one unit each.
         experts: Modules that expert parallelism has cut, to be sharded over the ranks that hold the same ones.
-        unused: Some parameters may get no gradient. DistributedDataParallel, which compresses, must be told.
+        unused: Some parameters may get no gradient, or not from every rank. A torch whose FSDP cannot be told is not.
     """
     parallel = config.parallel
+    by_hook = mode == "ddp" and parallel.compress != "none"  # then DistributedDataParallel reduces
     units = traits_of(part).fsdp_units if mode != "ddp" else ()
     names = [name for name in named_modules(part) if name] if units else []
     whole = dict.fromkeys(name for unit in units for name in expand(unit, names))  # a pipeline stage may lack some
@@ -51,13 +53,13 @@ def fsdp_policy(
         grad_divide="sum",
         comm=fsdp.Comm(
             reduce_scatter="bf16" if parallel.compress == "bf16" and mode != "ddp" else "native",
-            ddp_hook=parallel.compress if mode == "ddp" and parallel.compress != "none" else None,
+            ddp_hook=parallel.compress if by_hook else None,
             reduce_scatter_group=parallel.reduce_scatter_group,
             reduce_scatter_buffers=parallel.reduce_scatter_buffers,
             symmetric_memory=parallel.symmetric_memory,
         ),
         pp=parallel.pp > 1,
-        unused_parameters=unused and mode == "ddp" and parallel.compress != "none",
+        unused_parameters=unused and (by_hook or has_method("set_reduce_scatter_unused_params")),
     )
 
 
@@ -90,17 +92,19 @@ def apply_data_parallel(
         fsdp.materialize(part, device, init, seed=config.run.seed, skip=skip)
         return part, None
     assert mesh is not None
+    # other people's models may choose among their parts by the data, and some of transformers train their indexers otherwise
+    unused = not is_shipped(part)
     if mode == "ddp":  # DistributedDataParallel wraps real parameters
         ranks = mesh["dp_replicate"] if layout.spec.cp == 1 else mesh["loss"]
-        # of other people's models a part may get no gradient, such as the indexers of some families of transformers
-        plan = fsdp.plan(part, ranks, fsdp_policy(config, mode, part, unused=not is_shipped(part)))
+        plan = fsdp.plan(part, ranks, fsdp_policy(config, mode, part, unused=unused))
         fsdp.materialize(part, device, init, seed=config.run.seed, skip=skip)
         return plan.apply(part), plan
     experts = [stack.fqn for stack in expert_stacks(part)] if layout.spec.ep > 1 else []
     meshes = {"experts": mesh.fsdp_mesh(experts=True)} if experts else None
     if gathers_float8_weights(config):
         titan_fp8.apply_float8_all_gather(part)
-    plan = fsdp.plan(part, mesh.fsdp_mesh(), fsdp_policy(config, mode, part, experts=experts), meshes=meshes)
+    policy = fsdp_policy(config, mode, part, experts=experts, unused=unused)
+    plan = fsdp.plan(part, mesh.fsdp_mesh(), policy, meshes=meshes)
     wrapped = plan.apply(part)
     home = device if config.parallel.offload == "none" else torch.device("cpu")
     fsdp.materialize(wrapped, home, init, seed=config.run.seed, skip=skip, buffer_device=device)
