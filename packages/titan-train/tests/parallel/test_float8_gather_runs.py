@@ -2,11 +2,13 @@
 
 import composition
 import pytest
+import titan_fp8
 import torch
 from float8_casts import Casts
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.parallel import apply as build
+from titan_train.parallel.tensor.async_linears import overlapped_modules
 from titan_train.parallel.tensor.float8_linears import check_gather, float8_gathering_modules
 
 MODEL = {
@@ -63,6 +65,28 @@ def test_norms_are_computed_by_their_readers_but_where_fsdp_frees_them_on_their_
     ((kept, alone, others),) = run_ranks(casts_in_norms, 1, folder, "norms-fp32", {"keep_fp32": ["*norm*"]})
     assert (alone, others) == (0, swiglu)
     assert kept == pytest.approx(loss, abs=1e-2)
+
+
+def kept_and_overlapped(folder, more):
+    """The losses, and the names of float8 linears, and of modules that overlap, with queries kept in float32."""
+    make, made = build.Gradients, []
+    build.Gradients = lambda parts, *args, **kwargs: made.extend(parts) or make(parts, *args, **kwargs)
+    parallel = {"tp": 2, "keep_fp32": ["*.wq"]} | more.get("parallel", {})
+    tree = MODEL | {"train": MODEL["train"] | {"dtype": "bf16"}} | more | {"parallel": parallel}
+    losses, *_ = composition.run(folder, "kept", tree, steps=1)
+    (part,) = made
+    float8 = [name for name, m in part.named_modules() if isinstance(m, titan_fp8.Float8Linear)]
+    return losses, float8, overlapped_modules(part)
+
+
+def test_linears_that_are_kept_in_float32_are_no_float8_and_leave_their_region_to_its_hooks(folder):
+    """They were float8; and gathers that read the weights of several linears found one that its unit had not gathered."""
+    float8 = {"float8": {"recipe": "blockwise", "min_speedup": 0.0}}
+    _, converted, _ = run_ranks(kept_and_overlapped, 2, folder, float8)[0]
+    assert {name.rpartition(".")[2] for name in converted} == {"wk", "wv", "wo", "w1", "w2", "w3"}
+    _, _, overlapped = run_ranks(kept_and_overlapped, 2, folder, {"parallel": {"async_tp": True}})[0]
+    assert any("feed_forward" in name for name in overlapped)
+    assert not any("attention" in name for name in overlapped)
 
 
 def test_gathering_float8_for_adapters_is_refused_where_it_is_asked_for():

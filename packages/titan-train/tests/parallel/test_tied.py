@@ -246,3 +246,16 @@ def test_a_stage_that_holds_a_tied_head_alone_keeps_its_precision_as_one_process
         convert_to_float8(model, meant.float8, tokens=256, fuse_norms=False)
         assert type(model.lm_head) is nn.Linear
     assert any(isinstance(module, titan_fp8.Float8Linear) for module in last.modules())
+
+
+def test_layers_that_are_kept_in_float32_are_no_float8():
+    tree = {"model": {"name": "qwen3_moe_debug"}, "float8": {"recipe": "blockwise", "min_speedup": 0}}
+    keep = ["layers.0", "*.experts", "*.wq.weight", "lm_head"]
+    config = parse_config(tree | {"train": {"dtype": "bf16"}, "parallel": {"keep_fp32": keep}})
+    whole = build_model(config.model, vocab_size=300)
+    convert_to_float8(whole, meaning_all_copies(config, whole).float8, tokens=256, fuse_norms=False)
+    kinds = (titan_fp8.Float8Linear, titan_fp8.Float8GroupedMM)
+    converted = {name.rpartition(".")[2] for name, module in whole.layers.named_modules() if isinstance(module, kinds)}
+    assert converted == {"wk", "wv", "wo"}
+    assert not any(isinstance(module, kinds) for module in whole.layers["0"].modules())
+    assert meaning_all_copies(parse_config(tree), whole).float8.skip == ()

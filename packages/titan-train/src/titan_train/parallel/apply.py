@@ -199,7 +199,7 @@ def _apply(part: nn.Module, run: _Run, init: InitFn) -> nn.Module:
             apply_tensor_parallel(
                 part, run.tp, table=run.table, sequence_parallel=parallel.sequence_parallel,
                 replicate_kv=parallel.replicate_kv, async_tp=run.ring,
-                float8_gather=gathers_float8(config, split_backward=run.splits_backward),
+                float8_gather=gathers_float8(config, split_backward=run.splits_backward), keep_fp32=parallel.keep_fp32,
             )
         )  # fmt: skip
         share_scales(part, run.tp)

@@ -26,7 +26,7 @@ from titan_train.models.common.moe.routed import StackedExperts
 from titan_train.models.common.norm import RMSNorm, ZeroCentredRMSNorm
 from titan_train.models.common.shared_input import GatedInput, GeluInput, ModulatedNorm, SharedInput
 from titan_train.models.traits import traits_of
-from titan_train.parallel.tied import parameter_names
+from titan_train.parallel.tied import parameter_names, skip_patterns
 
 _CAST_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _GATHER: dict[str, bool | Literal["auto"]] = {"auto": "auto", "on": True, "off": False}
@@ -373,12 +373,6 @@ def check_skip(model: nn.Module, config: Float8Config) -> None:
                 f"float8.skip: {pattern!r} matches no linear layer and no experts of {type(model).__name__}, so what it should "
                 f"keep out of float8 would not be. It has {', '.join(names[:8])}, …"
             )
-
-
-def skip_patterns(model: nn.Module, config: Float8Config) -> Sequence[str]:
-    """What stays in high precision: as configured, or else as the model says."""
-    own = traits_of(model).float8_skip
-    return config.skip or (titan_fp8.DEFAULT_SKIP if own is None else own)
 
 
 def describe_conversion(

@@ -5,6 +5,8 @@ about 3 ms a layer cheaper on the host, and float8, compilation, pipelines and c
 returned table says which box of the whole each one is.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from titan_fsdp import generator_for
@@ -63,6 +65,7 @@ def apply_tensor_parallel(
     replicate_kv: bool = False,
     async_tp: bool = False,
     float8_gather: bool = False,
+    keep_fp32: Sequence[str] = (),
 ) -> dict[str, ParamShard]:
     """Cut ``model`` in place.
 
@@ -80,6 +83,7 @@ def apply_tensor_parallel(
             `titan_train.parallel.tensor.async_matmul`. Needs ``sequence_parallel``. Float8 linears do not overlap.
         float8_gather: Regions of float8 linears gather their input in float8, where they can. Without
             ``sequence_parallel`` nothing is gathered.
+        keep_fp32: Patterns of modules that stay in float32: FSDP gathers their linears by themselves, which do not overlap.
 
     Returns:
         By clean name, each parameter that was cut or whose gradient is a partial sum. A tied parameter is there under
@@ -99,7 +103,7 @@ def apply_tensor_parallel(
     cuts = cut_parameters(model, plan, group)
     for module, attribute, count in plan.heads:
         setattr(module, attribute, count)
-    hooked = overlap(model, plan.modules, group) if async_tp else plan.modules
+    hooked = overlap(model, plan.modules, group, keep_fp32) if async_tp else plan.modules
     gathered = gather_in_float8(model, hooked, group) if float8_gather and sequence_parallel else set[str]()
     for entry in hooked:
         if entry.fqn in gathered:

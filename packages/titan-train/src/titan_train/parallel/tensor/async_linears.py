@@ -4,8 +4,8 @@ A region can be overlapped if it hands its input to its linears through one `Sha
 in a rowwise linear. That module is replaced, the rowwise linear by one of the same name and the same parameters, and
 the region's own hooks are left out. The head, which is a product after a gather, is replaced likewise.
 
-A region that is not built like that, or whose linears are not plain (float8), keeps its hooks: the same values, nothing
-overlapped. `overlapped_modules` says which modules are.
+A region that is not built like that, whose linears are not plain (float8) or of which one is kept in float32, and so gathered
+by itself, keeps its hooks: the same values, nothing overlapped. `overlapped_modules` says which modules are.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from titan_train.parallel.float8 import run_forward_hooks
 from titan_train.parallel.tensor.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from titan_train.parallel.tensor.boundaries import enter
 from titan_train.parallel.tensor.plan import PlannedModule
+from titan_train.parallel.tied import is_kept
 
 
 class GatherLinears(SharedInput):
@@ -68,13 +69,16 @@ class ScatterLinear(nn.Linear):
         return matmul_reduce_scatter(input, self.weight, self._group, cast("Tensor | None", self.bias))
 
 
-def overlap(model: nn.Module, modules: Sequence[PlannedModule], group: dist.ProcessGroup) -> list[PlannedModule]:
+def overlap(
+    model: nn.Module, modules: Sequence[PlannedModule], group: dist.ProcessGroup, keep_fp32: Sequence[str] = ()
+) -> list[PlannedModule]:
     """Replace what can be overlapped.
 
     Args:
         model: The model, its parameters cut.
         modules: Of its plan.
         group: The ranks.
+        keep_fp32: Patterns of modules that stay in float32.
 
     Returns:
         The entries that are still to be given hooks.
@@ -83,7 +87,8 @@ def overlap(model: nn.Module, modules: Sequence[PlannedModule], group: dist.Proc
     for entry in modules:
         if entry.style == "region":
             inside = [e for e in modules if e.fqn.startswith(f"{entry.fqn}.")]
-            done = _overlap_region(model, entry, inside, group)
+            one_unit = not _keeps_linears(entry, keep_fp32) or is_kept(entry.fqn, entry.module, keep_fp32)
+            done = one_unit and _overlap_region(model, entry, inside, group)
         elif entry.style == "head" and type(entry.module) is nn.Linear:
             _replace(model, entry.fqn, GatherLinear(entry.module, group))
             done = True
@@ -98,6 +103,11 @@ def overlapped_modules(model: nn.Module) -> list[str]:
     """Names of the modules that overlap their transfers."""
     kinds = (GatherLinears, GatherLinear, ScatterLinear)
     return [clean_fqn(name) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def _keeps_linears(region: PlannedModule, keep_fp32: Sequence[str]) -> bool:
+    linears = [(name, m) for name, m in region.module.named_modules() if hasattr(m, "in_features")]
+    return any(is_kept(f"{region.fqn}.{name}", linear, keep_fp32) for name, linear in linears)
 
 
 def _overlap_region(

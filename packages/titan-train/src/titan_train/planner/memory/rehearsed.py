@@ -36,9 +36,9 @@ from titan_train.models.hf.stage_layers import StageLayers
 from titan_train.parallel.activations.recompute import KeepCostly, SelectivePolicy, recomputed_modules
 from titan_train.parallel.activations.tiles import tiled_modules
 from titan_train.parallel.expert.dispatch import ExpertParallelDispatch
-from titan_train.parallel.float8 import skip_patterns
 from titan_train.parallel.param_shard import slice_parameter
 from titan_train.parallel.structure import blocks_of
+from titan_train.parallel.tied import skip_patterns
 
 
 @functools.cache
