@@ -66,6 +66,10 @@ MALFORMED = {
         '[[data.sources]]\nnam = "a"\n',
         ["data.sources.0.nam", "did you mean data.sources.0.name?"],
     ),
+    "a key of a list's entries": (
+        '[data]\npacking = "cut"\n',
+        ["data.packing", "it is of each entry: data.sources.0.packing."],
+    ),
     "quoted integer": ('[train]\nsteps = "10"\n', ["train.steps", '"10"', "without quotes"]),
     "fraction for an integer": ("[train]\nsteps = 10.6\n", ["train.steps", "10.6", "the nearest is 11"]),
     "integer for a boolean": ("[compile]\nenabled = 1\n", ["compile.enabled", "1", "true or false"]),
@@ -147,6 +151,13 @@ def test_an_option_of_another_trainer_names_ours():
     }.items():
         with pytest.raises(ConfigError, match=rf"{word}: unknown option; here it is {ours}\."):
             load_config("quickstart", [word, "3"])
+
+
+def test_an_option_of_a_lists_entries_names_the_first():
+    with pytest.raises(
+        ConfigError, match=r"--data.max-epochs: unknown option; .* entry: --data.sources.0.max-epochs\."
+    ):
+        load_config("quickstart", ["--data.max-epochs", "3"])
 
 
 def test_every_setting_of_the_table_of_other_trainers_exists():

@@ -89,6 +89,14 @@ def test_the_folder_as_it_was_written_is_taken(good, tmp_path):
     assert prepare(config, ByteTokenizer(), cache_dir=tmp_path, verify="full") == []
 
 
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_documents_that_were_prepared_to_begin_otherwise_are_named(add_bos, good, caplog):
+    config = DataConfig(sources=(SourceConfig(name="t", kind="tokens", paths=(str(good),)),), add_bos=add_bos)
+    build_datasets(config, ByteTokenizer(), seq_len=8, seed=0)
+    assert (f"data.add_bos=true, but the documents in {good} begin without the" in caplog.text) == add_bos
+    assert ("data.add_bos" in caplog.text) == add_bos
+
+
 def test_globs_and_exclude_choose_folders_of_tokens(good, tmp_path, caplog):
     for name in ("a-1", "b-1", "b-2"):
         shutil.copytree(good, tmp_path / name)

@@ -19,7 +19,7 @@ from titan_train.report import build_report, compare_runs
 from titan_train.run_folder import checkpoint_folders, find_start, resolve_starts
 from titan_train.tasks.text import TextTask
 from titan_train.train import Trainer
-from titan_train.train.best import BestValidation
+from titan_train.train.best import BestValidation, check_measured
 from titan_train.train.branch import check_branch
 
 SAME_SHAPES = {
@@ -229,6 +229,11 @@ def test_the_best_validation_is_kept_and_patience_ends_a_run(folder):
     ):
         with pytest.raises(ValueError, match=words):
             Trainer(configure(folder, "unmeasured", **sections))
+    source = {"name": "a", "kind": "text", "paths": ["a.txt"]}
+    for stream, words in ((False, "Set data.validation_fraction or name data"), (True, "Name data.validation_sources")):
+        sections = {"data": {"sources": [source | {"stream": stream}]}, "checkpoint": {"keep_best": True}}
+        with pytest.raises(ValueError, match=words):
+            check_measured(configure(folder, "unmeasured", **sections, validation={"every": 2}), held_out=False)
 
 
 def test_a_run_goes_back_to_a_named_step_and_a_branch_decays_from_there(folder, tmp_path, monkeypatch, capsys):

@@ -26,24 +26,34 @@ class ConfigError(ValueError):
         super().__init__(f"{source}: {count}\n" + "\n".join(f"  {line}" for line in lines + more))
 
 
-def describe_unknown_key(path: str, key: str, known: Iterable[str]) -> str:
-    """One line for a key that does not exist, with the nearest that does, or what another trainer's is called here."""
+def describe_unknown_key(path: str, key: str, known: Iterable[str], inside: str = "") -> str:
+    """One line for a key that does not exist, with the nearest that does, or what another trainer's is called here.
+
+    Args:
+        path: The section.
+        key: The key in it.
+        known: The keys that the section has.
+        inside: The setting of a list's entries that has this name.
+    """
     known = list(known)
     prefix = f"{path}." if path else ""
     nearest = nearest_name(key, known)
     hint = f"did you mean {prefix}{nearest}?" if nearest else f"{path or 'the top level'} has {', '.join(known)}."
-    hint = here_it_is(f"{prefix}{key}") or hint
+    hint = (f"it is of each entry: {inside}." if inside else here_it_is(f"{prefix}{key}")) or hint
     return f"{prefix}{key}: unknown key; {hint}"
 
 
-def describe_unknown_option(option: str, settings: Sequence[str], also: Sequence[str] = ()) -> str:
+def describe_unknown_option(option: str, settings: Sequence[str], also: Sequence[str] = (), inside: str = "") -> str:
     """One line for an option that does not exist, with the nearest that does.
 
     Args:
         option: As it was typed.
         settings: Every setting, such as ``--train.steps``.
         also: The command's other options.
+        inside: The setting of a list's entries that has this name.
     """
+    if inside:
+        return f"{option}: unknown option; it is of each entry: --{inside.replace('_', '-')}."
     if elsewhere := here_it_is(option):
         return f"{option}: unknown option; {elsewhere}"
     section, dot, key = option.rpartition(".")

@@ -24,7 +24,7 @@ from titan_train.config.errors import ConfigError, describe_unknown_key, describ
 from titan_train.config.patterns import with_orders
 from titan_train.config.published import missing_repositories, with_published
 from titan_train.config.schema import Config
-from titan_train.config.words import Setting, merge_settings, merge_trees, read_keywords, read_words
+from titan_train.config.words import Setting, in_list, merge_settings, merge_trees, read_keywords, read_words
 from titan_train.files import read_toml
 from titan_train.values import nearest_name
 
@@ -168,7 +168,8 @@ def _unknown_keys(tree: Any, cls: type, path: str) -> typing.Iterator[str]:
         if key not in names:
             inside = [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else []
             of_another = [name for name in inside if here_it_is(name)]  # a section of another trainer
-            yield from (describe_unknown_key(path, name, names) for name in of_another or [key])
+            entry = in_list(Config, f"{path}.{key}")
+            yield from (describe_unknown_key(path, name, names, entry) for name in of_another or [key])
             continue
         here = f"{path}.{key}" if path else key
         for inner in _dataclasses_in(hints[key]):

@@ -158,6 +158,17 @@ def settings_of(schema: type, above: tuple[str, ...] = ()) -> Iterator[tuple[tup
             yield keys, schema, hint
 
 
+def in_list(schema: type, key: str) -> str:
+    """The setting of a list's first entry that has the name of a key, ``data.sources.0.packing`` for ``data.packing``, or ""."""
+    section, _, name = key.rpartition(".")
+    for keys, _, hint in settings_of(schema):
+        entry = _entry_type(hint)
+        fields = dataclasses.fields(entry) if dataclasses.is_dataclass(entry) else ()
+        if ".".join(keys[:-1]) == section and name in [field.name for field in fields]:
+            return f"{'.'.join(keys)}.0.{name}"
+    return ""
+
+
 def option_names(schema: type) -> list[str]:
     """Every setting as an option, such as ``--launch.ray.wait-s``."""
     return [f"--{'.'.join(keys).replace('_', '-')}" for keys, _, _ in settings_of(schema)]
@@ -182,7 +193,8 @@ def _find(option: str, schema: type, also: Sequence[str]) -> tuple[Path, Any, bo
             path, hint = _resolve(positive[2:].split("."), schema)
             if hint is bool:
                 return path, hint, True
-    raise _error(describe_unknown_option(option, option_names(schema), also))
+    inside = in_list(schema, option[2:].replace("-", "_"))
+    raise _error(describe_unknown_option(option, option_names(schema), also, inside))
 
 
 def _resolve(parts: Sequence[str], schema: type) -> tuple[Path, Any]:

@@ -205,6 +205,13 @@ def _open_source(
     else:
         folders = [source_folder(source, config, tokenizer, cache, template)]
     manifests = [_checked_manifest(folder, tokenizer) for folder in folders]
+    begins = tokenizer.bos_id if config.add_bos else None
+    unlike = [f for f, m in zip(folders, manifests, strict=True) if not m.label_mask and m.bos_id != begins]
+    if unlike:  # the setting is in the key of what is prepared here
+        _logger.warning(
+            "data.add_bos=%s, but the documents in %s begin %s the beginning-of-document token, as they were prepared.",
+            str(config.add_bos).lower(), unlike[0], "without" if config.add_bos else "with",
+        )  # fmt: skip
 
     def opened(split: str) -> ShardedTokens:
         pairs = [(f, info) for f, m in zip(folders, manifests, strict=True) for info in m.splits.get(split, ())]

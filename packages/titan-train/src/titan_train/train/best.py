@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from titan_train.config import Config
+from titan_train.config.data import TEXT_KINDS
 from titan_train.observe.records import ValidationRecord
 
 
@@ -75,8 +76,10 @@ def check_measured(config: Config, *, held_out: bool = True) -> None:
     asked += [f"validation.patience={config.validation.patience}"] if config.validation.patience else []
     if not asked or (config.validation.every and held_out):
         return
+    by_fraction = any(source.kind in TEXT_KINDS and not source.stream for source in config.data.sources)
+    remedy = "Set data.validation_fraction or name" if by_fraction else "Name"
     why = (
-        "nothing is held out to validate on. Set data.validation_fraction or name validation sources"
+        f"nothing is held out to validate on. {remedy} data.validation_sources"
         if config.validation.every
         else "validation.every=0 makes no validation. Set validation.every"
     )
