@@ -65,6 +65,18 @@ def test_each_measured_part_stands_beside_its_predicted_terms(tmp_path: Path) ->
     assert "dense matrix products" in page
 
 
+def test_every_data_parallel_axis_counts(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "runs" / "a")
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line["split"] |= dict.fromkeys(["dp_shard exposed", "fsdp exposed", "efsdp exposed", "loss exposed"], 0.25)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = predicted_beside_measured(read_folder(folder))
+    assert found is not None
+    assert {row.measured for row in found.seconds if row.label == "data-parallel transfers, exposed"} == {1.0}
+
+
 def test_the_runs_own_hardware_file_is_used_from_the_folder_above(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "runs" / "a", device="some new device", split=False)
     assert predicted_beside_measured(read_folder(folder)) is None

@@ -79,6 +79,21 @@ def test_of_a_long_file_steps_all_over_it_are_read(make_run, monkeypatch):
     assert line["x"][-1] > 360
 
 
+def test_of_a_long_file_the_steps_that_measured_are_read(make_run, monkeypatch):
+    monkeypatch.setattr("titan_train.report.timeline._WHOLE_BYTES", 10_000)
+    monkeypatch.setattr("titan_train.report.timeline._MOST_LINES", 20)
+    run_dir = make_run(400)
+    add_to_steps(run_dir, split={"forward": 1.0})
+    file = run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["step"] % 10:
+            line["split"] = {}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (line,) = time_split(run_dir).hover["lines"]
+    assert 15 <= len(line["x"]) <= 21
+
+
 @pytest.mark.parametrize("steps", [1, 2, 5000])
 def test_a_stack_of_any_length_stays_inside_the_chart(steps):
     layers = [Layer("a", [1.0] * steps, "run0"), Layer("b", [math.sin(i) + 1 for i in range(steps)], "run1")]

@@ -20,6 +20,7 @@ from titan_train.report.folder import RunFolder
 from titan_train.report.timeline import step_tables
 
 _COMPUTE = ("products", "attention", "experts", "pointwise", "head", "recompute")
+_DATA_PARALLEL = {f"{axis} exposed" for axis in ("dp", "dp_replicate", "dp_shard", "fsdp", "efsdp", "loss", "tokens")}
 _GROUPS = (
     # label, predicted terms, measured names; "dp" stands for all its axes
     ("forward and backward", _COMPUTE, ("forward", "backward")),
@@ -111,7 +112,7 @@ def _split(run_dir: Path) -> dict[str, float]:
     for table in tables[len(tables) // 2 :]:
         sums: dict[str, float] = defaultdict(float)
         for name, value in table.items():
-            sums["dp exposed" if name.startswith("dp") and name.endswith("exposed") else name] += value
+            sums["dp exposed" if name in _DATA_PARALLEL else name] += value
         for name, value in sums.items():
             found.setdefault(name, []).append(value)
     return {name: statistics.median(values) for name, values in found.items()}

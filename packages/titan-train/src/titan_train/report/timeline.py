@@ -1,21 +1,24 @@
 """Where the time of steps went and what memory was held: charts over the run, and the newest ``step_split`` as tables.
 
-`metrics.jsonl` may be gigabytes, and its blocks do not keep these. Of a long file a thousand lines are read, evenly spread.
+`metrics.jsonl` may be gigabytes, and its blocks do not keep these. Of a long file a thousand lines are drawn, evenly spread.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from titan_train.files import open_file
 from titan_train.observe import EventRecord
 from titan_train.observe.log import FILE_NAME, lines_of
 from titan_train.report.chart import Chart, Layer, Series, build_chart, build_stack
 
 _WHOLE_BYTES = 8 * 2**20
 _MOST_LINES = 1000
+_PART_BYTES = 2**20  # of each part of a long file
 # From the bottom up; what else a line names follows in its own order.
 _ORDER = ("forward", "backward", "optimizer")
 _LAST = ("host", "data", "validation", "checkpoint")
@@ -115,7 +118,7 @@ def _known(value: Any, unit: str) -> str:
 def step_tables(run_dir: Path, key: str) -> tuple[list[int], list[dict[str, float]]]:
     """The steps whose line has numbers under ``key``, and those numbers."""
     steps: dict[int, dict[str, float]] = {}
-    for line in _lines(run_dir / FILE_NAME):
+    for line in _lines(run_dir / FILE_NAME, key):
         table, step = line.get(key), line.get("step")
         if line.get("kind") != "step" or not isinstance(table, dict) or not isinstance(step, int):
             continue
@@ -137,16 +140,20 @@ def _ordered(tables: list[dict[str, float]]) -> list[str]:
     return [name for name in (*_ORDER, *middle, *_LAST) if name in found]
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """All lines of a file, or the first step's line of each of a thousand parts of a long one."""
+def _lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    """All lines of a file, or of each of a thousand parts of a long one the first step's that has something under ``key``."""
     size = path.stat().st_size if path.is_file() else 0
     if size <= _WHOLE_BYTES:
         yield from (line for line, _, _ in lines_of(path) if line is not None)
         return
-    for start, end in pairwise(size * i // _MOST_LINES for i in range(_MOST_LINES + 1)):
-        for line, _, at in lines_of(path, start):  # where a part starts inside a line, that one is torn
-            if line is not None and line.get("kind") == "step":
-                yield line
-                break
-            if at >= end:
-                break
+    wanted = re.compile(rb'"%s":\s*\{\s*"' % key.encode())  # parsing every line would take minutes
+    with open_file(path) as file:
+        for start, end in pairwise(size * i // _MOST_LINES for i in range(_MOST_LINES + 1)):
+            file.seek(start)
+            part = file.read(min(end - start, _PART_BYTES))
+            for found in wanted.finditer(part):
+                begin = part.rfind(b"\n", 0, found.start()) + 1  # where a part starts inside a line, that one is torn
+                line, _, _ = next(lines_of(path, start + begin))
+                if line is not None and line.get("kind") == "step":
+                    yield line
+                    break
