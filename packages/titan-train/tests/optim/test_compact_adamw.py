@@ -1,11 +1,14 @@
 """AdamW with small states or weights: the same bits for a piece as for the whole, rounding right on average, and AdamW's path."""
 
+import contextlib
+
 import pytest
 import torch
 from titan_ckpt import LocalShard
 from titan_ckpt.state.sharding import Chunk
 from titan_train.config import parse_config
 from titan_train.config.optimizer import OptimizerConfig
+from titan_train.launch.validate import validate
 from titan_train.optim import build_optimizer
 from titan_train.optim.build import check_restored
 from titan_train.optim.compact_adamw import CompactAdamW
@@ -152,6 +155,16 @@ def test_what_small_states_cannot_do_is_refused_by_name():
         ValueError, match=r"optimizer.states='int8': w with rows of 128 elements is cut into columns 20 to 92"
     ):
         optimizer(matrix, "int8", {"w": LocalShard((4, 128), (0, 20))})
+    widths = {"dim": 256, "num_heads": 16, "num_kv_heads": 16, "ffn_dim": 256}
+    for tp in (8, 16):  # rows of 256 elements have blocks of 16
+        config = parse_config({
+            "model": {"name": "llama3_debug", "args": widths}, "parallel": {"tp": tp}, "optimizer": {"states": "int8"},
+        })  # fmt: skip
+        said = pytest.raises(
+            ValueError, match=r"layers\.0\.attention\.wo\.weight with rows of 256 elements .* 16 to 32"
+        )
+        with said if tp == 16 else contextlib.nullcontext():
+            validate(config, tp)
     with pytest.raises(ValueError, match=r"optimizer\.states='bf16' with optimizer\.name='muon'"):
         OptimizerConfig(name="muon", states="bf16")
     for name in ("muon", "schedule_free", "sgd"):

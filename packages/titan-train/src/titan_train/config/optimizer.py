@@ -7,7 +7,7 @@ from titan_train.config.patterns import check_patterns
 from titan_train.values import Range, check_values
 
 ADAMW_STATE_BYTES = {"fp32": 8.0, "bf16": 4.0, "int8": 2.0 + 8.0 / 128}
-"""Bytes of AdamW's two running means for each parameter, by ``optimizer.states``."""
+"""Bytes of AdamW's two running means for each parameter, by ``optimizer.states``; of int8 where rows are multiples of 2048."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +85,8 @@ class OptimizerConfig:
     """Added to the root of the squared gradient's running mean (adamw, schedule_free)."""
 
     states: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Format of adamw's two running means: 8, 4 or 2 bytes a parameter. bf16 rounds at random, with the same bits under every
-    layout; int8 has a scale for each block of at most 128 elements of a row, and vectors and short rows stay fp32."""
+    """Format of adamw's two running means: 8, 4 or 2 to 3 bytes a parameter. bf16 rounds at random, with the same bits under
+    every layout; int8 has a scale for each block of at most 128 elements of a row, and vectors and short rows stay fp32."""
 
     weights: Literal["fp32", "bf16"] = "fp32"
     """Format of the weights that adamw updates: 4 bytes a parameter, or 2 without a float32 copy; gradients take as many. bf16

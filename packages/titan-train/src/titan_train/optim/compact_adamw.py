@@ -21,9 +21,11 @@ from titan_ckpt.state.sharding import Chunk, local_part
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_train.optim.compact_states import block_length, decode, encode, random_bits, stochastic_bf16
+from titan_train.config import Config
+from titan_train.optim.compact_states import block_length, check_columns, decode, encode, random_bits, stochastic_bf16
 from titan_train.optim.update import closure_loss, decay_towards, plain_tensor
 from titan_train.parallel.gradients import local_tensor
+from titan_train.parallel.tensor.styles import merge_tables, style_of, table_for
 
 States = Literal["fp32", "bf16", "int8"]
 _STRETCH = 1 << 22
@@ -182,16 +184,27 @@ def _stretch(box: Chunk, start: tuple[int, ...], first: int, rows: int) -> tuple
     return chunk, tuple(slice(begin, begin + size) for begin, size in zip(at, chunk.sizes, strict=True))
 
 
-def _check_blocks(held: _Held) -> None:
-    if not held.block:
+def check_tensor_parallel_states(config: Config, whole: nn.Module, tp: int) -> None:
+    """Refuse before any rank starts what `CompactAdamW` would refuse of linears that ``tp`` ranks cut by columns.
+
+    Raises:
+        ValueError: A cut goes through a block of int8 means.
+    """
+    if config.optimizer.states != "int8" or tp == 1:
         return
-    for box, _ in held.boxes:
-        if box.offsets[-1] % held.block or box.sizes[-1] % held.block or box.sizes[-1] < 2 * held.block:
-            raise ValueError(
-                f"optimizer.states='int8': {held.name} with rows of {held.shape[-1]} elements is cut into columns "
-                f"{box.offsets[-1]} to {box.offsets[-1] + box.sizes[-1]}, and its means are kept in blocks of {held.block}. Use "
-                "a parallel.tp that divides 8, or states='bf16'."
-            )
+    table = merge_tables(whole, table_for(whole), config.parallel.tp_plan)
+    for name, module in whole.named_modules():
+        weight = getattr(module, "weight", None)
+        if style_of(name, table) != "rowwise" or not isinstance(weight, Tensor) or not weight.requires_grad:
+            continue
+        row, block = weight.shape[-1], block_length(weight.shape)
+        if block:
+            check_columns(f"{name}.weight", row, row // tp, row // tp, block)
+
+
+def _check_blocks(held: _Held) -> None:
+    for box, _ in held.boxes if held.block else ():
+        check_columns(held.name, held.shape[-1], box.offsets[-1], box.sizes[-1], held.block)
 
 
 def _zeros(parameter: nn.Parameter, dtype: torch.dtype, block: int = 1) -> Tensor:

@@ -8,7 +8,7 @@ rounds as one process does.
 "int8" is that of arXiv:2110.02861: 256 values between -1 and 1 (or 0 and 1), dense near zero, times the largest magnitude of a
 block. Blocks are stretches of rows of the whole parameter. Their length is the largest power of two up to 128 of which a row has
 a multiple of 16: so FSDP, which cuts between rows, never cuts one, and tensor parallelism over 2, 4 or 8 ranks does not either.
-Parameters with shorter rows, and vectors, keep float32 means; they are few. Cost: 4 / 128 bytes an element for the magnitudes.
+Parameters with shorter rows, and vectors, keep float32 means; they are few. Cost of the magnitudes: 4 / length bytes an element.
 """
 
 import functools
@@ -32,6 +32,26 @@ def block_length(shape: Sequence[int]) -> int:
             return length
         length //= 2
     return 0
+
+
+def check_columns(name: str, row: int, start: int, length: int, block: int) -> None:
+    """Refuse a cut between columns that goes through a block.
+
+    Args:
+        name: Of the parameter.
+        row: Elements of a whole row.
+        start: The first that one rank holds.
+        length: How many it holds.
+        block: `block_length` of the whole parameter.
+
+    Raises:
+        ValueError: It does.
+    """
+    if start % block or length % block or length < 2 * block:
+        raise ValueError(
+            f"optimizer.states='int8': {name} with rows of {row} elements is cut into columns {start} to {start + length}, and "
+            f"its means are kept in blocks of {block}. Use a parallel.tp that divides 8, or states='bf16'."
+        )
 
 
 def encode(values: Tensor, codes: Tensor, magnitudes: Tensor, *, signed: bool) -> None:

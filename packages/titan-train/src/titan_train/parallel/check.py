@@ -15,9 +15,7 @@ from titan_train.kernels.apply import check_kernels
 from titan_train.models.call import active_dropout, copy_to_try
 from titan_train.models.common.loss import NextTokenLoss
 from titan_train.models.common.mtp import mtp_of
-from titan_train.models.common.tensor_styles import StyleTable
 from titan_train.models.traits import traits_of
-from titan_train.optim.compact_states import block_length, check_columns
 from titan_train.parallel.activations.recompute import check_activations
 from titan_train.parallel.compiled import check_backend, check_cudagraphs, check_recorded
 from titan_train.parallel.context_checks import check_context_parallel
@@ -93,8 +91,6 @@ def check_model(
             replicate_kv=parallel.replicate_kv,
             async_tp=parallel.async_tp,
         )
-        if config.optimizer.states == "int8":
-            _check_state_blocks(model, table, spec.tp)
         if own_text and parallel.sequence_parallel:
             check_dropout(model, table, config.model.seq_len)
     if config.qk_clip.threshold:
@@ -185,17 +181,6 @@ def _try_own_forward(config: Config, model: nn.Module, vocab_size: int | None, *
             f"model.name={config.model.name!r}: its forward returned {output.shape[2]} logits a token, and the tokenizer has "
             f"{vocab_size} tokens. Make it as wide: an argument vocab_size of the factory is given that number."
         )
-
-
-def _check_state_blocks(model: nn.Module, table: StyleTable, tp: int) -> None:
-    """Refuse int8 means of a linear that is cut by columns, where the cut goes through their blocks."""
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if style_of(name, table) != "rowwise" or not isinstance(weight, Tensor) or not weight.requires_grad:
-            continue
-        row, block = weight.shape[-1], block_length(weight.shape)
-        if block:
-            check_columns(f"{name}.weight", row, row // tp, row // tp, block)
 
 
 def _check_layers_dropped(layout: Layout, model: nn.Module) -> None:
