@@ -49,7 +49,7 @@ class HfModel:
         _check_complete(folder, report)
         _check_dtypes(folder, files, loaded)
         self.module: Any = loaded.eval() if how else loaded.eval().float()
-        self._positions = learned_positions(loaded)
+        self._positions = None if seeing else learned_positions(loaded)  # those of patches are others
         self._tokenizer: Any = None
         if (folder / "tokenizer.json").is_file():
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
