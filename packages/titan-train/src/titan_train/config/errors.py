@@ -57,11 +57,11 @@ def describe_unknown_option(option: str, settings: Sequence[str], also: Sequence
     if elsewhere := here_it_is(option):
         return f"{option}: unknown option; {elsewhere}"
     section, dot, key = option.rpartition(".")
-    inside = [name for name in settings if dot and name.startswith(f"{section.replace('_', '-')}.")]
+    siblings = [name for name in settings if dot and name.startswith(f"{section.replace('_', '-')}.")]
     by_key = {name.rpartition(".")[2]: name for name in reversed(settings)}
     last = nearest_name(key if dot else option[2:], by_key)  # a key without its section, or with another
     others = [name for name in also if name != "--help"]
-    nearest = nearest_name(option, inside or others) or (by_key[last] if last else nearest_name(option, settings))
+    nearest = nearest_name(option, siblings or others) or (by_key[last] if last else nearest_name(option, settings))
     hint = f"did you mean {nearest}?" if nearest else "`--help` after the name of a configuration lists all."
     return f"{option}: unknown option; {hint}"
 
