@@ -34,6 +34,20 @@ def test_a_batch_that_ranks_could_not_share_is_refused_before_it_is_predicted(ca
     )
 
 
+def test_what_a_prediction_leaves_out_is_said(capsys):
+    words = ["check", "llama3_1b", "--hardware", "h100", "--devices", "8", "--train.global_batch", "64"]
+    assert main(words) == 0
+    assert "note " not in capsys.readouterr().out
+    words += ["--parallel.accumulate", "unsharded", "--activations.checkpoint", "budget", "--compile.enabled", "true"]
+    assert main([*words, "--parallel.reshard", "4", "--train.freeze", "layers.0"]) == 0
+    said = capsys.readouterr().out.partition("note      ")[2]
+    lines = [line.strip() for line in said.splitlines()]
+    assert [line.partition(":")[0] for line in lines] == [
+        "parallel.accumulate='unsharded'", "parallel.reshard=4", "activations.checkpoint='budget'", "train.freeze",
+    ]  # fmt: skip
+    assert all(line.endswith(" predicted") for line in lines)
+
+
 def test_estimate_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "llama3_70b", "--hardware", "h100", "--devices", "8", "--train.global_batch", "64"]) == 2
     assert "does not fit: " in capsys.readouterr().out
@@ -258,7 +272,20 @@ def test_a_plan_leaves_out_what_a_run_refuses(tmp_path: Path, capsys) -> None:
     base, stem = tmp_path / "base.toml", tmp_path / "plan"
     base.write_text('extends = "debug"\n[model]\nname = "qwen3_moe_debug"\n[launch]\ndevice = "auto"\n')
     words = ["plan", str(base), "--devices", "2", "--global-batch", "4", "--seq-len", "2048", "--precision", "bf16"]
-    words += ["--states", "fp32", "--rehearse", "1", "--out", str(stem), "--fix", "cp=2"]
+    words += [
+        "--states",
+        "fp32",
+        "--stack",
+        "eager",
+        "--top",
+        "1",
+        "--rehearse",
+        "1",
+        "--out",
+        str(stem),
+        "--fix",
+        "cp=2",
+    ]
     assert main([*words, "--fix", "microbatch=2"]) == 2
     (said,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
     assert re.search(r"^left out: cp2 .* more, which a run refuses: parallel.cp=2, .*Set train.microbatch=1.$", said)

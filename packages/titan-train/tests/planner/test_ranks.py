@@ -145,6 +145,18 @@ def test_parts_that_the_trainer_gathers_alone_are_counted_alone(monkeypatch):
     assert rank.wrapper[None].reduce_scatter == 4 * 5  # micro-batches; two layers, the module ahead, the head, the rest
 
 
+def test_a_pipeline_that_gathers_for_each_pass_is_counted_so(monkeypatch):
+    settings = {"parallel.pp": 2, "parallel.reshard": "always", "model.args.num_layers": 8}
+    always, once = (
+        ranks_of(monkeypatch, "llama3_debug", 4, settings | kept, closed=True)
+        for kept in ({}, {"parallel.reshard": "default"})
+    )
+    for one, other in zip(always, once, strict=True):
+        assert one.memory.parts["gathered"] < other.memory.parts["gathered"]
+        assert one.wrapper[None].all_gather > other.wrapper[None].all_gather
+        assert one.wrapper[None].reduce_scatter == other.wrapper[None].reduce_scatter
+
+
 def test_a_rehearsal_holds_no_state_of_what_is_frozen():
     words = ["--parallel.mode", "fsdp", "--train.dtype", "bf16", "--train.global_batch", "4", "--train.microbatch", "2"]
     whole, frozen = (

@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from titan_train.config import parse_config
+from titan_train.config import load_config, parse_config
 from titan_train.planner import estimate, load_machine
-from titan_train.planner.calibrate.runs import calibrate, load_constants, read_run, save_constants
+from titan_train.planner.calibrate.runs import (
+    calibrate,
+    described,
+    described_run,
+    load_constants,
+    read_run,
+    save_constants,
+)
 from titan_train.planner.cost.constants import prior
 from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import setup_of_config
+from titan_train.run_folder import read_config
 
 TRUTH = dataclasses.replace(prior("eager"), matmul=0.31, kernel_s=40e-6, local=0.3, step_s=0.05)
 LAYOUTS = [
@@ -60,3 +68,21 @@ def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="0 timed steps"):
         read_run(folder, load_machine("cpu"))
+
+
+def test_a_run_is_predicted_as_check_predicts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_folder(tmp_path / "run", *LAYOUTS[1])
+    monkeypatch.setattr("titan_train.inputs.prepared_rows", lambda config, rows: [[256, 256]] * rows)
+    shape, setup = described_run(folder, 2)
+    _, predicted, work = described(read_config(folder), 2)
+    assert work is not None
+    assert setup == predicted
+    assert shape.vocab == 128_256  # of run.json: its tokenizer is not read again
+    assert setup.attention_share == pytest.approx(0.5)
+
+
+def test_a_shape_has_the_vocabulary_of_the_tokenizer() -> None:
+    shape, _, _ = described(load_config("debug"), 1)
+    assert shape.vocab == 259
+    padded, _, _ = described(load_config("debug", ["--model.args.vocab_size", "320"]), 1)
+    assert padded.vocab == 320

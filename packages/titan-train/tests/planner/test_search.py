@@ -568,6 +568,22 @@ def test_stages_inside_a_machine_send_at_the_rate_of_one_link() -> None:
     assert found.time.terms["pp"] == pytest.approx(want)
 
 
+def test_a_schedule_from_a_file_is_predicted_as_its_family(tmp_path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(build_schedule("v_half", 4, 8).to_json())
+    words = ["--parallel.pp", "4", "--train.global_batch", "8", "--train.microbatch", "1", "--launch.nproc", "4"]
+    mine, family = (
+        setup_of_config(load_config("llama3_1b", [*words, "--pipeline.schedule", name]), 4)
+        for name in (str(file), "v_half")
+    )
+    assert (mine.stages_per_rank, mine.head_on_first_rank) == (2, True)
+    assert (
+        memory_peak(find_shape("llama3_1b"), mine).parts.keys()
+        == memory_peak(find_shape("llama3_1b"), family).parts.keys()
+    )
+    assert replace(mine, schedule="v_half", on_a_v=False) == family
+
+
 def test_the_microbatch_of_a_growing_batch_is_the_runs() -> None:
     words = ["--train.global_batch", "512", "--train.ramp_from", "32", "--train.ramp_tokens", "1000000000"]
     config = load_config("llama3_8b", [*words, "--train.microbatch", "0", "--launch.nproc", "8"])

@@ -178,6 +178,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "cp4 allgather": context("allgather", cp=4),
         "cp2 tp2 ring": context("ring", cp=2, tp=2),
         "dp2 pp2": parallel(dp_shard=2, pp=2),
+        "dp2 pp2 always resharded": parallel(dp_shard=2, pp=2, reshard="always"),
         "tp2 pp2": parallel(tp=2, pp=2),
         "tp2 pp2 with cuts": parallel(tp=2, pp=2) | FOUR | EVERY | {"pipeline": {"cuts": [3]}},
         "cp4 ulysses": context("ulysses", cp=4),

@@ -128,37 +128,24 @@ def _on_devices(config: Config, devices: int | None) -> tuple[Config, int]:
 
 def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int:
     """Time by term, memory by use, tokens per second with an interval. No torch: under a second."""
-    from titan_train.models.hf.folder import PREFIX
-    from titan_train.parallel.layout.run import plan_run
     from titan_train.planner.calibrate.defaults import constants_for
-    from titan_train.planner.calibrate.runs import load_constants
-    from titan_train.planner.documents import document_work
+    from titan_train.planner.calibrate.runs import described, load_constants
     from titan_train.planner.estimate import estimate
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.refuse import refuse_setup
-    from titan_train.planner.shapes import shape_of_config
-    from titan_train.planner.translate import setup_of_config
+    from titan_train.planner.translate import not_predicted
     from titan_train.planner.view.svg import estimate_svg
     from titan_train.planner.view.tables import estimate_text
 
     machine = load_machine(arguments.hardware)
-    plan_run(config, devices)  # which refuses what the ranks could not share
-    shape, setup = shape_of_config(config), setup_of_config(config, devices)
-    if config.model.name.startswith(PREFIX):
-        from titan_train.planner.memory.folder import of_folder
-
-        shape = of_folder(shape, config.model.name, config.model.args)
+    shape, setup, work = described(config, devices)
     constants = (
         load_constants(arguments.constants) if arguments.constants else constants_for(machine, setup, routed=shape.moe)
     )
-    if work := document_work(config, setup):
-        setup = setup.changed(attention_share=work.attention_share(dynamic=config.context.dynamic))
     found = estimate(shape, machine, setup, constants)
     print(estimate_text(found))
-    if config.train.freeze:
-        print(
-            "\nnote      train.freeze: all is predicted as trained, which takes more time and memory; `check` counts it"
-        )
+    for number, line in enumerate(not_predicted(config)):
+        print(f"\nnote      {line}" if number == 0 else f"          {line}")
     if work:
         print(f"\n{textwrap.indent(work.describe(), ' ' * 10).replace(' ' * 10, 'documents ', 1)}")
         other = setup.changed(attention_share=work.attention_share(dynamic=True))
@@ -350,14 +337,12 @@ def _transfers(config: Config, devices: int, vocabulary: int | None, found: _Fou
 
     setup, shape = setup_of_config(config, devices), None
     try:
-        shape = shape_of_config(config)
+        shape = shape_of_config(config, vocab_size=vocabulary)
     except ValueError as why:
         if setup.tp * setup.cp * setup.ep * setup.pp > 1:
             return f"transfers of a step: not computed. {why}"
     if unknown := _transfers_not_known(config, setup):
         return f"transfers of a step: not computed with {unknown}."
-    if vocabulary and shape is not None:
-        shape = dataclasses.replace(shape, vocab=vocabulary)
     element_bytes = 4 if config.train.dtype == "fp32" else 2
     traffic = step_traffic(shape, setup, found.ranks[0].wrapper, element_bytes=element_bytes, held=found.held)
     lines = [f"{'transfers of a step, first rank':<34}{'count':>8}{'GB':>10}"]

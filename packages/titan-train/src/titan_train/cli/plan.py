@@ -249,7 +249,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Precision
-    from titan_train.planner.shapes import find_shape, shape_of_config, uncut_axes
+    from titan_train.planner.shapes import find_shape, shape_of_config, uncut_axes, vocabulary_of
 
     machine = load_machine(arguments.hardware)
     fixed: dict[str, int] = {}
@@ -280,7 +280,11 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
                 "bf16, fp32, tensorwise, rowwise, blockwise, mxfp8."
             )
     default = ["bf16", "tensorwise"] if machine.fp8 and arguments.stack == "compile" else ["bf16"]
-    shape = shape_of_config(config) if base and config is not None else find_shape(arguments.model)
+    shape = (
+        shape_of_config(config, vocab_size=vocabulary_of(config))
+        if base and config is not None
+        else find_shape(arguments.model)
+    )
     if name.startswith(PREFIX):
         from titan_train.planner.memory.folder import of_folder
 

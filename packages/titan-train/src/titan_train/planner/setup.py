@@ -31,6 +31,8 @@ class Setup:
     """Ranks that share the experts; they are among the dp_shard x cp x tp ranks."""
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    on_a_v: bool = False
+    """The schedule's stages walk up the ranks and down again, though it is not one of `ON_A_V`: a file's."""
     equal_stages: bool = False
     """Each pipeline rank holds the same number of blocks, the one with the head too; else the head is balanced."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -144,7 +146,7 @@ class Setup:
     @property
     def head_on_first_rank(self) -> bool:
         """Whether the first pipeline rank has the last stage too: stages walk up the ranks and down again, a V."""
-        return self.pp > 1 and self.schedule in ON_A_V
+        return self.pp > 1 and (self.on_a_v or self.schedule in ON_A_V)
 
     def describe(self) -> str:
         """The degrees above 1 and the choices, in one line."""

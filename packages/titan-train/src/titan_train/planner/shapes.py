@@ -22,6 +22,7 @@ from titan_train.models.shape import (
     ModelShape,
     StateSpaceShape,
 )
+from titan_train.task import load_task, task_name
 from titan_train.values import did_you_mean
 
 _PLANNED = ("text", "diffusion")
@@ -62,8 +63,17 @@ def find_shape(name: str) -> ModelShape:
     return _published()[key]
 
 
-def shape_of_config(config: Config) -> ModelShape:
+def vocabulary_of(config: Config) -> int | None:
+    """The vocabulary of a run's tokenizer; None where it is not known yet, and of a task that is not text."""
+    return load_task(config).vocab_size(config) if task_name(config) == "text" else None
+
+
+def shape_of_config(config: Config, *, vocab_size: int | None = None) -> ModelShape:
     """The shape of a configuration's model.
+
+    Args:
+        config: The model, with its changed arguments.
+        vocab_size: Of the run's tokenizer, as for `titan_train.models.build.build_model`.
 
     Raises:
         ValueError: The model is a dotted path, whose inside cannot be seen without building it.
@@ -79,7 +89,7 @@ def shape_of_config(config: Config) -> ModelShape:
             f"model.name={name!r} is a callable, and the planner needs a shape. Register a model family whose arguments have "
             "a method shape(name), or estimate a shipped model of similar shape."
         )
-    return _check_task(find_model(name)[0], name).shape(model_args(config.model, vocab_size=None), name)
+    return _check_task(find_model(name)[0], name).shape(model_args(config.model, vocab_size=vocab_size), name)
 
 
 def uncut_axes(name: str) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ import json
 import math
 
 from titan_train.config import Config, list_configs, load_config
-from titan_train.planner.cost.schedules import stages_of
-from titan_train.planner.setup import Loss, Setup
+from titan_train.parallel.layout.run import plan_run
+from titan_train.planner.setup import ON_A_V, Loss, Setup
 from titan_train.planner.shapes import is_diffusion, returns_logits, shape_of_config
 
 
@@ -13,47 +13,33 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
     """The setup that a configuration is on ``gpus`` devices.
 
     Raises:
-        ValueError: The degrees do not divide the devices, or the batch the data-parallel ranks.
+        ValueError: So many ranks cannot share the layout or the batch, as in `plan_run`.
     """
-    p = config.parallel
-    given = p.pp * p.cp * p.tp
-    if gpus % given:
-        raise ValueError(f"--devices {gpus} is not a multiple of pp x cp x tp = {given}. Use a multiple of {given}.")
-    dp = gpus // given
-    replicate = p.dp_replicate if p.dp_replicate > 0 else dp // max(1, p.dp_shard)
-    if p.mode == "ddp":
-        replicate = dp
-    if replicate < 1 or dp % replicate or (p.dp_shard > 0 and p.mode != "ddp" and replicate * p.dp_shard != dp):
-        raise ValueError(
-            f"dp_replicate={p.dp_replicate} x dp_shard={p.dp_shard} does not fill the {dp} data-parallel ranks that --devices "
-            f"{gpus} leaves. Set one of them to -1."
-        )
-    train, kind = config.train, config.activations.checkpoint
-    if train.global_batch % dp:
-        raise ValueError(f"train.global_batch={train.global_batch} is not a multiple of {dp} data-parallel ranks.")
-    local = math.gcd(*train.ramp(config.model.seq_len).sizes) // dp
-    stages = config.pipeline.stages_per_rank or stages_of(config.pipeline.schedule)
-    copies = p.mode == "ddp" or (p.mode == "auto" and replicate > 1 and dp == replicate and p.cp == 1)
+    plan, p = plan_run(config, gpus), config.parallel
+    spec, schedule, kind = plan.layout.spec, plan.schedule, config.activations.checkpoint
     recompute = {"none": "none", "full": "full", "every": "full"}.get(kind, "selective")
     method, degree = _context_method(config)
     return Setup(
         seq_len=config.model.seq_len,
-        global_batch=train.global_batch,
-        microbatch=train.microbatch or (1 if p.pp > 1 else local),
-        dp_replicate=replicate,
-        dp_shard=dp // replicate,
-        tp=p.tp,
-        cp=p.cp,
-        pp=p.pp,
-        ep=p.ep,
+        global_batch=plan.batch.global_batch,
+        microbatch=plan.batch.microbatch,
+        dp_replicate=spec.dp_replicate,
+        dp_shard=spec.dp_shard,
+        tp=spec.tp,
+        cp=spec.cp,
+        pp=spec.pp,
+        ep=spec.ep,
         schedule=config.pipeline.schedule,
-        stages_per_rank=stages if p.pp > 1 else 1,
+        stages_per_rank=1 if schedule is None else schedule.num_stages // schedule.num_ranks,
+        on_a_v=schedule is not None
+        and config.pipeline.schedule not in ON_A_V
+        and schedule.placement[-1] == schedule.placement[0],
         recompute=recompute,  # type: ignore[arg-type]
         mlp_tiles=config.activations.mlp_tiles,
         recompute_share=1 / config.activations.every if kind == "every" else 1.0,
         precision=_precision(config),  # type: ignore[arg-type]
         min_speedup=config.float8.min_speedup,
-        sharding="ddp" if copies else "fsdp",
+        sharding="ddp" if plan.mode == "ddp" else "fsdp",
         task="lora" if config.model.lora_rank else "pretrain",
         reshard=p.reshard not in ("never", 1),  # alone among one rank is never
         stack="compile" if config.compile.enabled else "eager",
@@ -69,6 +55,26 @@ def setup_of_config(config: Config, gpus: int) -> Setup:
         states=config.optimizer.states,
         grad_bytes=4 if p.reduce_dtype == "fp32" else 2,
     )
+
+
+def not_predicted(config: Config) -> list[str]:
+    """Settings that a `Setup` does not hold, each with what is predicted in its place; `titan-train check` counts them."""
+    p, activations = config.parallel, config.activations
+    checkpoint, every = activations.checkpoint, activations.matmul_every
+    settings = {
+        f"pipeline.cuts={list(config.pipeline.cuts)}: stages of equal FLOPs are": p.pp > 1 and config.pipeline.cuts,
+        f"parallel.accumulate={p.accumulate!r}: a reduction for each micro-batch, into shards, is": p.accumulate
+        != "sharded",
+        f"parallel.reshard={p.reshard!r}: shards over all data-parallel ranks are": p.reshard
+        not in ("default", "always", "never", 1),
+        "parallel.reshard='always': a pipeline that gathers once a step is": p.pp > 1 and p.reshard == "always",
+        "parallel.reshard_overrides: parallel.reshard for all modules is": p.reshard_overrides,
+        "parallel.keep_fp32: all in train.dtype is": p.keep_fp32 and config.train.dtype != "fp32",
+        f"activations.checkpoint={checkpoint!r}: 'selective' is": checkpoint in ("pattern", "budget"),
+        f"activations.matmul_every={every}: 2 is": checkpoint == "selective" and every != 2,
+        "train.freeze: all trained, which takes more time and memory, is": config.train.freeze,
+    }
+    return [f"{words} predicted" for words, given in settings.items() if given]
 
 
 def _loss(config: Config) -> Loss:

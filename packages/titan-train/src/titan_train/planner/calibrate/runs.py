@@ -13,17 +13,20 @@ from typing import Any
 
 import tomli_w
 
+from titan_train.config import Config
 from titan_train.files import read_toml
+from titan_train.models.hf.folder import PREFIX
 from titan_train.models.shape import ModelShape
 from titan_train.observe import read_run_info
 from titan_train.observe.log import lines_of
 from titan_train.planner.calibrate.fit import fit_constants
 from titan_train.planner.calibrate.rows import MeasuredRow
 from titan_train.planner.cost.constants import Constants, prior
+from titan_train.planner.documents import DocumentWork, document_work
 from titan_train.planner.estimate import estimate
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.setup import Setup
-from titan_train.planner.shapes import shape_of_config
+from titan_train.planner.shapes import shape_of_config, vocabulary_of
 from titan_train.planner.translate import setup_of_config
 from titan_train.run_folder import read_config
 
@@ -86,8 +89,26 @@ def described_run(folder: Path, ranks: int = 0) -> tuple[ModelShape, Setup]:
     ranks = stated if isinstance(stated, int) and stated > 0 else ranks
     if ranks < 1:
         raise ValueError(f"{folder} does not say on how many ranks it ran: run.json has no world_size.")
-    shape = with_parameters(shape_of_config(config), parameters if isinstance(parameters, int) else 0)
-    return shape, setup_of_config(config, ranks)
+    shape, setup, _ = described(config, ranks)
+    return with_parameters(shape, parameters if isinstance(parameters, int) else 0), setup
+
+
+def described(config: Config, ranks: int) -> tuple[ModelShape, Setup, DocumentWork | None]:
+    """The shape and the setup of a configuration, and the work of its documents where they are prepared, which the setup counts.
+
+    The vocabulary is the tokenizer's where it is known. What a folder's own module keeps is counted on it, which takes torch.
+
+    Raises:
+        ValueError: The planner does not know the model, or so many ranks cannot share its layout.
+    """
+    shape, setup = shape_of_config(config, vocab_size=vocabulary_of(config)), setup_of_config(config, ranks)
+    if config.model.name.startswith(PREFIX):
+        from titan_train.planner.memory.folder import of_folder
+
+        shape = of_folder(shape, config.model.name, config.model.args)
+    if work := document_work(config, setup):
+        setup = setup.changed(attention_share=work.attention_share(dynamic=config.context.dynamic))
+    return shape, setup, work
 
 
 def _positive(lines: list[dict[str, Any]], name: str) -> list[float]:

@@ -60,6 +60,7 @@ from titan_train.planner.memory.rehearsed import (
     rehearse_activation_checkpointing,
 )
 from titan_train.planner.setup import Setup
+from titan_train.planner.shapes import vocabulary_of
 from titan_train.planner.translate import setup_of_config
 from titan_train.task import load_task, task_name
 
@@ -83,7 +84,7 @@ def rehearse(
         ValueError: The layout, the batch or the model cannot run on so many devices: what a run refuses.
     """
     plan = plan_run(config, devices)
-    model = build_model(config.model, vocab_size=None)
+    model = build_model(config.model, vocab_size=vocabulary_of(config))
     freeze(model, config.train.freeze)
     hold_weights(model, config.optimizer.weights)
     check_model(config, plan.layout, plan.batch, model)
@@ -202,7 +203,8 @@ class RankProgram:
                 self.counted[key] = total, left_out
             activations, left_out = self.counted[key]
         held, plan = self._planned(make)
-        # a pipeline keeps whole gradients until its schedule ends
+        # a pipeline keeps whole gradients until its schedule ends, and whole parameters unless it gathers for each pass
+        again = config.parallel.reshard == "always"
         keep = "unsharded" if spec.pp > 1 else config.parallel.accumulate
         # published peaks of runs with one micro-batch hold the sharded gradients too, so that they count from the start
         estimate = plan.estimate(microbatches=max(self.batch.accumulation, 2 if keep == "sharded" else 1), keep=keep)
@@ -211,9 +213,11 @@ class RankProgram:
         stays = 0
         if spec.pp > 1:
             added_up = self.batch.accumulation > 1
-            stays = sum(u.gather_bytes + u.reduce_numel * u.reduce_dtype.itemsize * added_up for u in plan.units)
-        # a pipeline gathers and reduces once a step
-        once: fsdp.Accumulate = "zero1" if spec.pp > 1 else config.parallel.accumulate
+            stays = sum(
+                u.gather_bytes * (not again) + u.reduce_numel * u.reduce_dtype.itemsize * added_up for u in plan.units
+            )
+        in_stages: fsdp.Accumulate = "unsharded" if again else "zero1"
+        once = in_stages if spec.pp > 1 else config.parallel.accumulate
         meshes = {unit.mesh for unit in plan.units} if self.mode != "none" else ()
         wrapper = {m: plan.collectives(self.batch.accumulation, once, mesh=m) or fsdp.Collectives() for m in meshes}
         return _Stage(count, estimate, activations, ends, wrapper, stays, left_out)
@@ -484,7 +488,7 @@ class RankProgram:
 
         def with_rows(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             """A stage in the middle learns the length of its rows from their positions."""
-            positions = _positions(seq_len, args[0])
+            positions = torch.arange(seq_len, device=args[0].device).unsqueeze(0)
             ids = {"token_ids": positions.expand(rows, -1)} if traits.stages_read_tokens else {}
             return args, {**kwargs, "positions": positions, **ids}
 
@@ -494,7 +498,3 @@ class RankProgram:
         cut = spec.tp if self.config.parallel.sequence_parallel else 1
         streams = (traits.streams,) if traits.streams > 1 else ()
         return (torch.zeros(rows, seq_len // cut, *streams, width, device="meta", requires_grad=True),)
-
-
-def _positions(seq_len: int, hidden: Tensor) -> Tensor:
-    return torch.arange(seq_len, device=hidden.device).unsqueeze(0)
