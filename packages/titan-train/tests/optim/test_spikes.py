@@ -51,7 +51,21 @@ def test_no_sigma_leaves_nothing_out_and_saves_nothing():
     for _ in range(200):
         assert not spikes.note(1.0, skipped=False)
     assert spikes.limit == math.inf
-    assert spikes.state_dict() == []
+    assert spikes.state_dict() == {}
+
+
+def test_the_first_spike_is_told_where_steps_between_are_not_finite():
+    spikes = Spikes(SpikesConfig(sigma=1.0, window=2, most=2))
+    for norm in (1.0, 1.0, math.nan, 9.0, math.nan):
+        spikes.note(norm, skipped=norm != 1.0)
+    again = Spikes(SpikesConfig(sigma=1.0, window=2, most=2))
+    again.load_state_dict(spikes.state_dict())
+    again.note(9.0, skipped=True)
+    assert (again.exhausted, again.in_a_row, again.lasting) == (True, 2, 3)
+    again.note(1.0, skipped=False)
+    assert (again.in_a_row, again.lasting) == (0, 0)
+    again.load_state_dict([2.0, 1.0, 1.0])  # as an older version saved it
+    assert (again.in_a_row, again.lasting, again.limit) == (2, 2, 1.0)
 
 
 def test_a_ramp_gives_each_size_the_same_tokens():

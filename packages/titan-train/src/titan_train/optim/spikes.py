@@ -13,7 +13,8 @@ scale as the usual one.
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -29,7 +30,9 @@ class Spikes:
         self.sigma = config.sigma
         self._norms: deque[float] = deque(maxlen=config.window)
         self.in_a_row = 0
-        """Steps left out since the last one that was made."""
+        """Spikes since the last step that was made."""
+        self.lasting = 0
+        """Steps since then, from the first spike on: others may be left out between spikes, being not finite."""
         self.limit = math.inf
         """The norm beyond which the next step is left out, a float32 number."""
         self.rewinds = 0
@@ -45,10 +48,11 @@ class Spikes:
             skipped: The step changed nothing, for whatever reason.
         """
         spike = skipped and math.isfinite(grad_norm) and grad_norm > self.limit
-        if spike:
-            self.in_a_row += 1
-        elif not skipped:
-            self.in_a_row = 0
+        self.in_a_row += spike
+        if self.in_a_row:
+            self.lasting += 1
+        if not skipped:
+            self.in_a_row = self.lasting = 0
             self._norms.append(grad_norm)
             self._set_limit()
         return spike
@@ -60,7 +64,7 @@ class Spikes:
 
     def forget(self, *, norms: bool) -> None:
         """Go on after many spikes; with ``norms`` what was usual before is so no more."""
-        self.in_a_row = 0
+        self.in_a_row = self.lasting = 0
         if norms:
             self._norms.clear()
             self._set_limit()
@@ -71,15 +75,19 @@ class Spikes:
         self.worst = max(self.worst, step)
         return self.rewinds
 
-    def state_dict(self) -> list[float]:
-        """The steps left out in a row, then the norms; empty if no step is ever left out."""
-        return [float(self.in_a_row), *self._norms] if self._config.sigma else []
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data; empty if no step is ever left out."""
+        if not self._config.sigma:
+            return {}
+        return {"in_a_row": self.in_a_row, "lasting": self.lasting, "norms": list(self._norms)}
 
-    def load_state_dict(self, state: Sequence[float]) -> None:
-        """Continue from a saved state."""
-        count, *norms = state or [0.0]
-        self.in_a_row = int(count)
-        self._norms = deque(norms, maxlen=self._config.window)
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[float]) -> None:
+        """Continue from a saved state; an older version's is a list, of spikes in a row and the norms."""
+        if not isinstance(state, Mapping):
+            count, *norms = state or [0.0]
+            state = {"in_a_row": count, "lasting": count, "norms": norms}
+        self.in_a_row, self.lasting = int(state.get("in_a_row", 0)), int(state.get("lasting", 0))
+        self._norms = deque(state.get("norms", ()), maxlen=self._config.window)
         self._set_limit()
 
     def _set_limit(self) -> None:

@@ -153,7 +153,7 @@ def _lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
             part = file.read(min(end - start, _PART_BYTES))
             for found in wanted.finditer(part):
                 begin = part.rfind(b"\n", 0, found.start()) + 1  # where a part starts inside a line, that one is torn
-                line, _, _ = next(lines_of(path, start + begin))
+                line, _, _ = next(lines_of(path, start + begin), (None, b"", 0))
                 if line is not None and line.get("kind") == "step":
                     yield line
                     break

@@ -337,7 +337,7 @@ class RankState:
         usual = state.get(_SPIKES_OF) in (None, self._measured())  # None: an older version's
         if not usual and self._spikes.sigma:
             log.warning("the last gradients' norms are of other parameters or another batch: spikes.window begins anew")
-        self._spikes.load_state_dict(state.get(_SPIKES, []) if usual else [])
+        self._spikes.load_state_dict(state.get(_SPIKES, {}) if usual else {})
         if _BEST in state:
             self._best.load_state_dict(state[_BEST])
         saved: list[dict[str, Any]] = state.get(_COMPRESSION, [])

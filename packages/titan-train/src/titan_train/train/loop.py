@@ -191,7 +191,7 @@ class TrainingLoop(ObservedRun):
         Raises:
             RuntimeError: It went back several times and never came past the first spike.
         """
-        here, before = self.step, self.step - self._spikes.in_a_row
+        here, before = self.step, self.step - self._spikes.lasting
         found, lacks = None, ""
         if self.config.spikes.rewind:
             with self.phase("checkpoint", here), self._weights_written():
