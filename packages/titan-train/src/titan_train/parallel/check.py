@@ -26,7 +26,7 @@ from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
 from titan_train.parallel.qk_clip import check_qk_clip
 from titan_train.parallel.stages import check_stages
-from titan_train.parallel.tensor.checks import check_dropout, check_tensor_parallel
+from titan_train.parallel.tensor.checks import check_between, check_dropout, check_tensor_parallel
 from titan_train.parallel.tensor.float8_linears import check_gather
 from titan_train.parallel.tensor.styles import merge_tables, style_of, table_for
 from titan_train.parallel.tied import meaning_all_copies, skip_patterns
@@ -91,8 +91,9 @@ def check_model(
             replicate_kv=parallel.replicate_kv,
             async_tp=parallel.async_tp,
         )
-        if own_text and parallel.sequence_parallel:
-            check_dropout(model, table, config.model.seq_len)
+        if own_text:
+            check = check_dropout if parallel.sequence_parallel else check_between
+            check(model, table, config.model.seq_len)
     if config.qk_clip.threshold:
         check_qk_clip(
             model, compiled=config.compile.enabled or config.compile.cudagraphs, replicate_kv=parallel.replicate_kv

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from titan_fsdp import materialize
 from titan_testing import run_ranks
 from titan_train.parallel.tensor.apply import apply_tensor_parallel, compute_buffers
-from titan_train.parallel.tensor.checks import check_tensor_parallel
+from titan_train.parallel.tensor.checks import check_between, check_tensor_parallel
 from titan_train.parallel.tensor.plan import plan_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables
 from torch import Tensor, nn
@@ -146,6 +146,20 @@ def errors(plan: dict[str, str], sequence_parallel: bool, async_tp: bool) -> flo
 def test_a_users_module_matches_one_process(plan, mode):
     for error in run_ranks(errors, 2, plan, mode != "tp", mode == "async"):
         assert error <= 1e-12  # float64: order of summation
+
+
+def test_what_is_read_between_cut_linears_outside_of_regions_is_refused_without_sequence_parallelism():
+    """Each rank had a part of its gradient, and took it for the whole."""
+    with torch.device("meta"):
+        model = Own()
+    between = {pattern: style for pattern, style in PLAN.items() if style != "region"}
+    with pytest.raises(ValueError, match=r"'blocks\.0\.attn\.scale' is whole .* before 'blocks\.0\.attn\.out'"):
+        check_between(model, merge_tables(model, {}, between), 8)
+    check_between(model, merge_tables(model, {}, PLAN), 8)
+    for block in model.blocks:
+        del block.attn.scale
+        block.attn.scale = 1.0
+    check_between(model, merge_tables(model, {}, WITHOUT_REGIONS), 8)
 
 
 def test_a_pattern_for_the_rest_leaves_cut_parameters_alone():

@@ -97,3 +97,54 @@ def check_dropout(model: nn.Module, table: StyleTable, seq_len: int) -> None:
             "other masks for their summands of the same tokens. Set sequence_parallel=false, apply the dropout outside of the "
             "region, or style the module's linears 'colwise' and 'rowwise' without 'region'."
         )
+
+
+def check_between(model: nn.Module, table: StyleTable, seq_len: int) -> None:
+    """Refuse, without sequence parallelism, a whole parameter that a user's module reads between linears that are cut outside of
+    a region: each rank has a part of its gradient, which only regions sum. A forward on the meta device tells; where that fails,
+    nothing is known.
+    """
+    model = copy_to_try(model)
+    styles = {name: style_of(name, table) for name, _ in model.named_modules() if name}
+    regions = tuple(f"{name}." for name, style in styles.items() if style == "region")
+    inputs: dict[str, Tensor] = {}
+
+    def begin(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return output.detach().requires_grad_().clone()  # what is read before is of no concern
+
+    def end(name: str) -> Any:
+        def before(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            inputs[name] = args[0]
+
+        return before
+
+    with suppress(Exception):
+        for name, module in model.named_modules():
+            if styles.get(name) in ("colwise", "heads", "kv_heads") and not name.startswith(regions):
+                module.register_forward_hook(begin)
+            elif styles.get(name) == "rowwise" and not name.startswith(regions):
+                module.register_forward_pre_hook(end(name))
+        model(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for rowwise, given in inputs.items():
+        read = [names[id(leaf)] for leaf in _leaves_of(given) if id(leaf) in names]
+        if read:
+            raise ValueError(
+                f"parallel.sequence_parallel=false: {read[0]!r} is whole on every rank and is read between linears that are cut, "
+                f"before {rowwise!r} (rowwise): a rank would have a part of its gradient, and no region is there to sum it. Give "
+                "the module around them the style 'region', or set parallel.sequence_parallel=true."
+            )
+
+
+def _leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors without history that a tensor was computed from and whose gradients autograd keeps."""
+    todo, seen, leaves = [tensor.grad_fn], set[Any](), list[Tensor]()
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        todo += [following for following, _ in node.next_functions]
+    return leaves
