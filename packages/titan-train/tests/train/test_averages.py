@@ -17,7 +17,8 @@ from titan_train.config import dump_config
 from titan_train.export.run import export_run
 from titan_train.observe.records import ValidationRecord
 from titan_train.optim.average import Z, averaged_weight, has_ema
-from titan_train.run_folder import checkpoint_folders, find_start, stage_rewind, staged_folder
+from titan_train.run_folder import checkpoint_folders, contents, find_start, stage_rewind, staged_folder
+from titan_train.train.best import BestValidation
 from titan_train.train.observer import Observer
 
 
@@ -309,6 +310,44 @@ def test_after_a_resume_at_an_older_step_the_best_checkpoint_is_one_that_is_ther
     stage_rewind(staged_folder(trainer.run_dir), 2)
     with Trainer(config) as trainer:
         assert (trainer.step, trainer._best.step, trainer._best.loss) == (2, 2, 2.6)
+
+
+def test_a_loss_that_was_measured_otherwise_is_not_compared_with(folder, monkeypatch, caplog):
+    losses = {2: 1.0, 4: 1.5, 6: 3.0, 8: 2.0, 9: 2.5}
+
+    def run(until, **validation):
+        config = configured(
+            folder, "measured", train={"steps": 9, "global_batch": 4}, validation={"every": 2, "patience": 4} | validation,
+            checkpoint={"every": 1, "keep_last": 1, "keep_best": True},
+        )  # fmt: skip
+        with Trainer(config) as trainer:
+            found = trainer._best.loss
+            validated = partial(ValidationRecord, bits_per_byte=None, tokens=1)
+            monkeypatch.setattr(
+                trainer,
+                "_measure_held_out",
+                lambda: (validated(step=trainer.step, loss=losses[trainer.step]), None),
+            )
+            trainer.fit(until=until)
+        return found, [*checkpoint_folders(trainer.run_dir)], find_start(f"{trainer.run_dir}@best", "here")[1]
+
+    assert run(4, steps=2) == (math.inf, [2, 4], 2)
+    assert run(5, steps=2) == (1.0, [2, 5], 2)
+    assert "measured otherwise" not in caplog.text
+    assert run(8, steps=3) == (math.inf, [8], 8)
+    assert "was measured otherwise (sequences)" in caplog.text
+    assert run(9, steps=3) == (2.0, [8, 9], 8)
+
+
+def test_a_loss_of_an_older_version_stays_the_best(monkeypatch):
+    best = BestValidation(0, {"sequences": 8})
+    best.load_state_dict({"loss": 2.0, "step": 4, "waited": 1})
+    assert (best.loss, best.step) == (2.0, 4)
+    steps_of_older_version = {4: {"validation_loss": 2.0}, 6: {"validation_loss": 3.0}}
+    monkeypatch.setattr(contents, "_metrics", lambda path: steps_of_older_version[int(path.name)])
+    saved = {step: Path(str(step)) for step in steps_of_older_version}
+    assert contents.best_metric(saved, best.measured) == "validation_loss"
+    assert contents.best_saved(saved) == (2.0, 4)
 
 
 def test_parameters_that_thaw_are_no_spike(folder):

@@ -107,15 +107,36 @@ def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
     return {step: folder for step, folder in folders.items() if (folder / "MANIFEST.json").is_file()}
 
 
-def best_saved(saved: Mapping[int, Path]) -> tuple[float, int] | None:
-    """The lowest validation loss of checkpoints, and its step; None if none was validated when it was saved."""
-    rated: list[tuple[float, int]] = []
-    for step, path in saved.items():
-        with contextlib.suppress(CheckpointError):  # a damaged one is not the best
-            loss = Manifest.open(path).metrics.get(BEST, math.nan)
-            if math.isfinite(loss):
-                rated.append((loss, step))
-    return min(rated, default=None)
+def best_metric(saved: Mapping[int, Path], measured: str = "") -> str:
+    """The name of the losses among which a run's best checkpoint is the lowest: those that were measured alike.
+
+    Args:
+        saved: Its checkpoints, from `checkpoint_folders`.
+        measured: How this attempt measures; by default, as the newest loss that was saved.
+    """
+    for path in reversed(list(saved.values())):
+        if (metrics := _metrics(path)).get(BEST) is not None:
+            newest = next((name for name in metrics if name.startswith(f"{BEST}:")), BEST)
+            return f"{BEST}:{measured}" if measured and newest != BEST else newest  # BEST: an older version's run
+    return f"{BEST}:{measured}" if measured else BEST
+
+
+def best_saved(saved: Mapping[int, Path], metric: str = "") -> tuple[float, int] | None:
+    """The lowest validation loss of checkpoints, and its step; None if none was validated when it was saved.
+
+    Args:
+        saved: From `checkpoint_folders`.
+        metric: From `best_metric`, by default that of the newest loss.
+    """
+    metric = metric or best_metric(saved)
+    losses = ((_metrics(path).get(metric, math.nan), step) for step, path in saved.items())
+    return min((rated for rated in losses if math.isfinite(rated[0])), default=None)
+
+
+def _metrics(checkpoint: Path) -> dict[str, float]:
+    with contextlib.suppress(CheckpointError):  # a damaged one is not the best
+        return Manifest.open(checkpoint).metrics
+    return {}
 
 
 def sync_run_folder(run_dir: Path) -> None:

@@ -62,8 +62,10 @@ def set_aside(run_dir: Path, staged: Path) -> None:
     (staged / _STAGED).unlink()
 
 
-def set_best_aside(run_dir: Path, step: int) -> tuple[dict[int, Path], tuple[float, int] | None]:
+def set_best_aside(run_dir: Path, step: int, metric: str = "") -> tuple[dict[int, Path], tuple[float, int] | None]:
     """Set aside the best checkpoint, if its step is after ``step``, to which the run went back; again, until none is.
+
+    ``metric`` is that of `best_saved`.
 
     Returns:
         Where those are, by step; and loss and step of the best that is left, None if no other was validated.
@@ -71,7 +73,7 @@ def set_best_aside(run_dir: Path, step: int) -> tuple[dict[int, Path], tuple[flo
     moved: dict[int, Path] = {}
     while True:
         saved = checkpoint_folders(run_dir)
-        best = best_saved(saved)
+        best = best_saved(saved, metric)
         if best is None or best[1] <= step:
             return moved, best
         folder = _new_folder(run_dir, step)

@@ -3,20 +3,31 @@
 Bits per byte divide the same loss by a constant of the validation text, so they rank checkpoints alike.
 """
 
+import hashlib
+import json
+import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from titan_train.config import Config
 from titan_train.config.data import TEXT_KINDS
 from titan_train.observe.records import ValidationRecord
 
+log = logging.getLogger(__name__)
+
 
 class BestValidation:
     """What `checkpoint.keep_best` saves after, and what `validation.patience` waits for. The same on every rank."""
 
-    def __init__(self, patience: int) -> None:
-        """``patience`` validations in a row may pass without a new lowest loss; 0 is any number."""
-        self._patience = patience
+    def __init__(self, patience: int, measured: Mapping[str, Any] | None = None) -> None:
+        """No validation is made yet.
+
+        Args:
+            patience: Validations in a row that may pass without a new lowest loss; 0 is any number.
+            measured: What losses are of, from `measurement`: others say nothing about these.
+        """
+        self._patience, self._measured = patience, dict(measured or {})
         self._newest: ValidationRecord | None = None
         self.forget()
 
@@ -31,6 +42,11 @@ class BestValidation:
             self.loss, self.step = best
         if self._newest is not None and self._newest.step > step:
             self._newest = None
+
+    @property
+    def measured(self) -> str:
+        """What losses are of, as a short text."""
+        return hashlib.sha256(json.dumps(self._measured, sort_keys=True).encode()).hexdigest()[:12]
 
     def take(self, record: ValidationRecord) -> bool:
         """Count a validation. Returns whether its loss is the lowest so far; NaN never is."""
@@ -55,11 +71,35 @@ class BestValidation:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        return {"loss": self.loss, "step": self.step, "waited": self._waited}
+        return {"loss": self.loss, "step": self.step, "waited": self._waited, "measured": self._measured}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue."""
+        """Continue, if the saved loss was measured as the next ones will be. An older version says nothing of that."""
+        was = state.get("measured", self._measured)
+        if changed := [name for name in self._measured if was.get(name) != self._measured[name]]:
+            log.warning(
+                "the lowest validation loss, %.4f of step %d, was measured otherwise (%s): no other is compared with it",
+                state["loss"], state["step"], ", ".join(changed),
+            )  # fmt: skip
+            self.forget()
+            return
         self.loss, self.step, self._waited = float(state["loss"]), int(state["step"]), int(state["waited"])
+
+
+def measurement(config: Config, source: Any, sequences: int) -> dict[str, Any]:
+    """What a validation loss is of: plain values by name.
+
+    Args:
+        config: The run's.
+        source: What is validated on.
+        sequences: Of a step, over all ranks.
+    """
+    return {
+        "data": getattr(source, "fingerprint", ""),
+        "sequences": config.validation.steps * sequences,
+        "model.seq_len": config.model.seq_len,
+        "averaged weights": config.evaluated_weights,
+    }
 
 
 def check_measured(config: Config, *, held_out: bool = True) -> None:

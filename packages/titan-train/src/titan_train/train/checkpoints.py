@@ -33,7 +33,7 @@ from titan_train.run_folder import (
     staged_rewind,
     sync_run_folder,
 )
-from titan_train.run_folder.contents import best_saved
+from titan_train.run_folder.contents import best_metric, best_saved
 from titan_train.task import TaskInputs
 from titan_train.train.best import BestValidation
 from titan_train.train.observer import ObservedRun
@@ -77,12 +77,14 @@ class Checkpoints:
             lr=config.optimizer.lr,
             norms_of=(config.model.seq_len, _digest(run.model.trained, dict(config.optimizer.frozen_steps))),
         )
+        saved = checkpoint_folders(run.run_dir) if run.rank == 0 else {}
+        self._best_metric = best_metric(saved, best.measured)  # of rank 0, which saves it and deletes by it
         keep_last = config.checkpoint.keep_last or None  # 0 keeps all; another rule would delete what it does not name
         self.checkpointer = Checkpointer(
             run.run_dir / "checkpoints",
             keep_last=keep_last,
             keep_every=(config.checkpoint.keep_every or None) if keep_last else None,
-            keep_best=BEST if config.checkpoint.keep_best and keep_last else None,
+            keep_best=self._best_metric if config.checkpoint.keep_best and keep_last else None,
             async_=config.checkpoint.async_save,
             ranks_per_node=_ranks_per_node(),
         )
@@ -140,7 +142,7 @@ class Checkpoints:
         """Save; collective. ``validation_loss`` is that of this very step, if it was validated."""
         if self._run.rank == 0:
             sync_run_folder(self._run.run_dir)
-        metrics = {} if validation_loss is None else {BEST: validation_loss}
+        metrics = {} if validation_loss is None else dict.fromkeys((BEST, self._best_metric), validation_loss)
         self.checkpointer.save(step, self._state(), metrics=metrics)
 
     def newest_until(self, step: int) -> int | None:
@@ -164,7 +166,7 @@ class Checkpoints:
 
     def _set_best_aside(self, step: int) -> None:
         """The best checkpoint is one of the steps up to ``step`` again: the numbers of later ones come again. Collective."""
-        moved, best = set_best_aside(self._run.run_dir, step) if self._run.rank == 0 else ({}, None)
+        moved, best = set_best_aside(self._run.run_dir, step, self._best_metric) if self._run.rank == 0 else ({}, None)
         for number, folder in moved.items():
             self._run.message(f"step {number}, the best so far, comes again: its checkpoint was moved to {folder}")
         self._best.go_back(step, gather_values(best)[0] if self._run.mesh is not None else best)
@@ -176,7 +178,7 @@ class Checkpoints:
             saved = checkpoint_folders(self._run.run_dir)
             order = list(saved)  # what was saved after this step is no part of how the run came here
             until = {number: saved[number] for number in order[: order.index(step) + 1] if number <= step}
-            found = self._best.step in until, best_saved(until)
+            found = self._best.step in until, best_saved(until, self._best_metric)
         kept, best = gather_values(found)[0] if self._run.mesh is not None else found
         if self._best.step and not kept:
             self._best.go_back(step, best)

@@ -35,7 +35,7 @@ from titan_train.run_folder import (
     with_kept_model,
 )
 from titan_train.task import Task, TaskInputs, load_task
-from titan_train.train.best import BestValidation, check_measured
+from titan_train.train.best import BestValidation, check_measured, measurement
 from titan_train.train.checkpoints import Checkpoints
 from titan_train.train.given import Batches, Loss, MakeOptimizer, build_loader, make_optimizer, with_loss
 from titan_train.train.loop import TrainingLoop
@@ -173,7 +173,8 @@ class Trainer(TrainingLoop):
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
         self._loader = self._make_loader(self._inputs.train, plan.batch.ramp)
         check_measured(config, held_out=self._inputs.validation is not None)
-        self._best = BestValidation(config.validation.patience)
+        measured = measurement(config, self._inputs.validation, plan.batch.global_batch)
+        self._best = BestValidation(config.validation.patience, measured)
         self._measure = StepMeasure(config, self.mesh, self.device, self.model.parts)
         self.timer = self._measure.timer
         if self.model.pipeline is not None:
