@@ -3,22 +3,14 @@
 import csv
 import math
 import statistics
+import sys
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
-from titan_train.planner.calibrate.defaults import (
-    TORCH_FIT_ROWS,
-    measured_machines,
-    other_spread,
-    predict_other,
-    simumax_set,
-    torch_set,
-)
+from titan_train.planner.calibrate.defaults import MACHINES, TORCH, other_spread
 from titan_train.planner.calibrate.fit import fit_constants, predicted
-from titan_train.planner.calibrate.rows import load_rows, parse_row
 from titan_train.planner.cost.constants import prior
 from titan_train.planner.estimate import estimate
 from titan_train.planner.hardware.machine import load_machine
@@ -26,11 +18,39 @@ from titan_train.planner.memory.peak import memory_peak
 from titan_train.planner.setup import Setup
 from titan_train.planner.shapes import find_shape
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from published_rows import (
+    TABLES,
+    TORCH_CONSTANTS,
+    TORCH_FIT_ROWS,
+    cut,
+    fit_torch,
+    load_rows,
+    measured_machines,
+    parse_row,
+    predict_other,
+    simumax_set,
+)
+
+
+def test_the_shipped_constants_and_machines_are_those_of_the_published_rows() -> None:
+    fit = fit_torch([row for row in load_rows("published_throughput.csv") if row.number in TORCH_FIT_ROWS])
+    for stack, found in fit.items():
+        shipped = {name: getattr(TORCH[stack], name) for name in TORCH_CONSTANTS}
+        # libraries of linear algebra round otherwise
+        assert {name: getattr(found, name) for name in shipped} == pytest.approx(shipped, rel=1e-9)
+        assert replace(found, **shipped, source=TORCH[stack].source) == TORCH[stack]
+    assert measured_machines([r for r in load_rows("measured_rows.csv") if r.collection != "simumax"]) == MACHINES
+
+
+def test_a_cut_model_keeps_one_dense_block() -> None:
+    assert [b.count for b in cut(find_shape("deepseek_v3"), 4).blocks] == [1, 3]
+
 
 def test_torchtitan_rows_within_five_percent_median_and_fifteen_worst() -> None:
     rows = load_rows("published_throughput.csv")
     assert len(TORCH_FIT_ROWS) <= 4
-    errors = [abs(predicted(row, torch_set().of(row.setup)) / row.tokens_per_s - 1) for row in rows]
+    errors = [abs(predicted(row, TORCH[row.setup.stack]) / row.tokens_per_s - 1) for row in rows]
     assert statistics.median(errors) <= 0.05
     assert max(errors) <= 0.15
     memory = [abs(memory_peak(r.shape, r.setup).allocated_gib / r.memory_gib - 1) for r in rows if r.memory_gib]
@@ -70,7 +90,7 @@ def test_other_stacks_within_eight_percent_median_and_four_of_five_inside_the_in
 
 
 def test_an_interval_widens_for_a_new_machine_and_for_settings_that_no_page_states() -> None:
-    text = resources.files("titan_train.planner.data").joinpath("measured_rows.csv").read_text()
+    text = (TABLES / "measured_rows.csv").read_text()
     record = list(csv.DictReader(text.splitlines()))[5]
     stated, unstated = (parse_row(given) for given in (record, record | {"graphs": "", "dispatcher": ""}))
     assert stated is not None
@@ -130,7 +150,7 @@ def test_a_constant_that_no_row_identifies_keeps_its_prior() -> None:
 
 
 def test_a_row_with_an_unknown_model_is_left_out_with_a_warning(tmp_path: Path) -> None:
-    shipped = resources.files("titan_train.planner.data").joinpath("published_throughput.csv").read_text()
+    shipped = (TABLES / "published_throughput.csv").read_text()
     table = tmp_path / "rows.csv"
     table.write_text(shipped.replace("llama3.1-405b", "unheard-of-1b"))
     with pytest.warns(UserWarning, match="no shape is known"):
@@ -139,7 +159,7 @@ def test_a_row_with_an_unknown_model_is_left_out_with_a_warning(tmp_path: Path) 
 
 
 def test_a_row_whose_batch_leaves_ranks_without_a_sequence_is_left_out(tmp_path: Path) -> None:
-    shipped = resources.files("titan_train.planner.data").joinpath("published_throughput.csv").read_text()
+    shipped = (TABLES / "published_throughput.csv").read_text()
     header, *lines = shipped.splitlines()
     row = dict(zip(header.split(","), next(csv.reader(lines[:1])), strict=True)) | {
         "global_batch": "4",

@@ -40,11 +40,6 @@ def test_dashes_point_releases_and_sizes_are_accepted(name: str, known: str) -> 
     assert find_shape(name).name == known
 
 
-def test_a_cut_model_keeps_one_dense_block() -> None:
-    cut = find_shape("deepseek_v3").cut(4)
-    assert [b.count for b in cut.blocks] == [1, 3]
-
-
 @pytest.mark.parametrize(
     ("name", "billions"),
     [

@@ -7,7 +7,7 @@ test compares them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -359,17 +359,3 @@ class ModelShape:
     def _all_blocks(self) -> list[tuple[int, Block]]:
         """Blocks with their number: the model's, and those of the modules for further tokens."""
         return [(b.count, b) for b in self.blocks] + [(self.mtp, b) for b in self.mtp_blocks if self.mtp]
-
-    def cut(self, num_layers: int, dense_layers: int = 1) -> "ModelShape":
-        """The same model with fewer blocks; of a model with leading dense blocks ``dense_layers`` are kept."""
-        if num_layers >= self.num_layers:
-            return self
-        if len(self.blocks) == 2 and isinstance(self.blocks[0].ffn, FeedForwardShape) and self.moe:
-            first, rest = self.blocks
-            blocks = (replace(first, count=dense_layers), replace(rest, count=num_layers - dense_layers))
-            return replace(self, blocks=blocks)
-        left, blocks = num_layers, []
-        for b in self.blocks:
-            blocks.append(replace(b, count=min(b.count, left)))
-            left -= blocks[-1].count
-        return replace(self, blocks=tuple(b for b in blocks if b.count))

@@ -10,7 +10,6 @@ torch only where a real model is counted (`memory.ranks`, `memory.folder`).
 - `search/` enumerate setups, rank them, say why; refuse what cannot fit
 - `calibrate/` few constants fitted to measured rows; the spread of what was not fitted
 - `view/` tables, SVG, the page with sliders
-- `data/` the published measurements that the constants were fitted and scored on
 """
 
 from titan_train.models.shape import ModelShape

@@ -5,13 +5,29 @@ that the rows do not identify stays where it was. A handful of Gauss-Newton step
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from titan_train.planner.calibrate.rows import MeasuredRow
+from titan_train.models.shape import ModelShape
 from titan_train.planner.cost.constants import Constants
 from titan_train.planner.estimate import estimate
+from titan_train.planner.hardware.machine import Machine
+from titan_train.planner.setup import Setup
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRow:
+    """One measured step."""
+
+    source: str
+    """Where it was measured: a run's folder, or a page."""
+    shape: ModelShape
+    machine: Machine
+    setup: Setup
+    tokens_per_s: float
+    """Per device."""
+
 
 Predict = Callable[[MeasuredRow, Constants], float]
 

@@ -19,11 +19,9 @@ from titan_train.models.hf.folder import PREFIX
 from titan_train.models.shape import ModelShape
 from titan_train.observe import read_run_info
 from titan_train.observe.log import lines_of
-from titan_train.planner.calibrate.fit import fit_constants
-from titan_train.planner.calibrate.rows import MeasuredRow
+from titan_train.planner.calibrate.fit import MeasuredRow, fit_constants, predicted
 from titan_train.planner.cost.constants import Constants, prior
 from titan_train.planner.documents import DocumentWork, document_work
-from titan_train.planner.estimate import estimate
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.setup import Setup
 from titan_train.planner.shapes import shape_of_config, vocabulary_of
@@ -71,7 +69,7 @@ def read_run(folder: Path, machine: Machine) -> MeasuredRow:
     of_all, of_one = _positive(lines, "tokens_per_s"), _positive(lines, "tokens_per_s_per_rank")
     shape, setup = described_run(folder, round(of_all[-1] / of_one[-1]) if of_all and of_one else 0)
     speed = setup.global_batch * setup.seq_len / setup.world_size / seconds
-    return MeasuredRow(0, str(folder), "run", "", shape, machine, setup, speed, None, seconds)
+    return MeasuredRow(str(folder), shape, machine, setup, speed)
 
 
 def described_run(folder: Path, ranks: int = 0) -> tuple[ModelShape, Setup]:
@@ -130,7 +128,7 @@ def held_out(rows: list[MeasuredRow], names: tuple[str, ...] = RUN_CONSTANTS) ->
     found: list[float] = []
     for row in rows:
         others = calibrate([other for other in rows if other is not row], names)
-        found.append(estimate(row.shape, row.machine, row.setup, others.constants).tokens_per_s / row.tokens_per_s)
+        found.append(predicted(row, others.constants) / row.tokens_per_s)
     return found
 
 
@@ -143,9 +141,7 @@ def calibrate(rows: list[MeasuredRow], names: tuple[str, ...] = RUN_CONSTANTS) -
         )
     start = prior(rows[0].setup.stack)
     fitted = fit_constants(rows, names, start, pull=0.05, spread=1.0, source=f"fitted to {len(rows)} runs")
-    errors = [
-        [estimate(r.shape, r.machine, r.setup, c).tokens_per_s / r.tokens_per_s for r in rows] for c in (start, fitted)
-    ]
+    errors = [[predicted(row, c) / row.tokens_per_s for row in rows] for c in (start, fitted)]
     return Calibration(fitted, errors[0], errors[1])
 
 

@@ -1,6 +1,6 @@
 """How far are the planner's predictions from published measurements?
 
-Method: the shipped tables are scored in three parts, each with the few constants its fit may use.
+Method: the tables in ``published`` are scored in three parts, each with the few constants its fit may use.
 
 1. ``published_throughput.csv`` (torchtitan): four constants on four rows.
 2. SimuMax's rows of ``measured_rows.csv``: six constants on six rows.
@@ -14,7 +14,7 @@ the same columns with the shipped constants: nothing of it is fitted.
 Limits: the deviations, the priors and the cost model's form were chosen with these rows in view;
 only rows from elsewhere are a blind test.
 
-Example: ``python benchmarks/planner_accuracy.py --out benchmarks/results/planner_accuracy_202611``
+Example: ``python packages/titan-train/benchmarks/planner_accuracy.py --out benchmarks/results/planner_accuracy_202611``
 """
 
 import argparse
@@ -23,23 +23,24 @@ import json
 import math
 import platform
 import statistics
-from importlib import resources
 from pathlib import Path
 
-from titan_train.planner.calibrate.defaults import (
+from published_rows import (
     SIMUMAX_CONSTANTS,
     SIMUMAX_FIT_ROWS,
+    TABLES,
     TORCH_FIT_ROWS,
+    PublishedRow,
     by_prior,
-    constants_for,
     fit_torch,
+    load_rows,
     measured_machines,
+    parse_row,
     predict_other,
     simumax_set,
-    torch_set,
 )
+from titan_train.planner.calibrate.defaults import TORCH, constants_for
 from titan_train.planner.calibrate.fit import predicted
-from titan_train.planner.calibrate.rows import MeasuredRow, load_rows, parse_row
 from titan_train.planner.memory.peak import memory_peak
 
 RECIPE_COLUMNS = (
@@ -63,7 +64,7 @@ LEFT_OUT = {
 
 def score(
     name: str,
-    rows: list[MeasuredRow],
+    rows: list[PublishedRow],
     speeds: list[float],
     fitted: set[int],
     spreads: list[float],
@@ -113,13 +114,12 @@ def score(
 def torch_part() -> dict:
     """The torchtitan table, and six other fits of the same constants."""
     rows = load_rows("published_throughput.csv")
-    speeds = [predicted(row, torch_set().of(row.setup)) for row in rows]
-    spread = [torch_set().compiled.spread] * len(rows)
-    out = score("torchtitan: 4 constants on 4 rows", rows, speeds, set(TORCH_FIT_ROWS), spread)
+    speeds = [predicted(row, TORCH[row.setup.stack]) for row in rows]
+    out = score("torchtitan: 4 constants on 4 rows", rows, speeds, set(TORCH_FIT_ROWS), [0.09] * len(rows))
     others = {}
     for chosen in ((0, 1, 3, 4), (5, 1, 2, 4), (0, 1, 9, 4), (0, 6, 2, 4), (10, 1, 2, 4), (10, 6, 3, 4)):
         fit = fit_torch([row for row in rows if row.number in chosen])
-        errors = [abs(predicted(r, fit.of(r.setup)) / r.tokens_per_s - 1) for r in rows if r.number not in chosen]
+        errors = [abs(predicted(r, fit[r.setup.stack]) / r.tokens_per_s - 1) for r in rows if r.number not in chosen]
         others[",".join(map(str, chosen))] = [statistics.median(errors), max(errors)]
     print("  other fit rows: not-fitted median / worst", {k: [round(x, 3) for x in v] for k, v in others.items()})
     return out | {"other_fits": others}
@@ -133,7 +133,7 @@ def simumax_part() -> dict:
     return score("SimuMax: 6 constants on 6 rows", rows, speeds, set(SIMUMAX_FIT_ROWS), [0.05] * len(rows))
 
 
-def stacks_part(rows: list[MeasuredRow], title: str) -> dict:
+def stacks_part(rows: list[PublishedRow], title: str) -> dict:
     """Intervals that saw no row of the same model, of the same release, of the same stack."""
     out: dict = {}
     for name, key in LEFT_OUT.items():
@@ -159,7 +159,7 @@ def stacks_part(rows: list[MeasuredRow], title: str) -> dict:
     return out
 
 
-def as_printed(number: int, record: dict[str, str]) -> MeasuredRow | None:
+def as_printed(number: int, record: dict[str, str]) -> PublishedRow | None:
     """The row as its page prints it: what was looked up in the publishers' recipes is left out again."""
     looked_up = RECIPE_COLUMNS if record["recipe"] else ()
     if "Megatron-Bridge docs" not in record["source"]:  # the other pages print their dispatcher
@@ -167,13 +167,13 @@ def as_printed(number: int, record: dict[str, str]) -> MeasuredRow | None:
     return parse_row({name: "" if name in looked_up else value for name, value in record.items()}, number)
 
 
-def layout(row: MeasuredRow) -> tuple:
+def layout(row: PublishedRow) -> tuple:
     """What makes two rows the same layout: the batch and the software are left out."""
     s, shape = row.setup, (row.shape.name, row.shape.num_layers, row.machine.name)
     return (*shape, s.world_size, s.tp, s.cp, s.pp, s.ep, s.seq_len, s.sharding, s.task)
 
 
-def differs_in_one_axis(a: MeasuredRow, b: MeasuredRow) -> bool:
+def differs_in_one_axis(a: PublishedRow, b: PublishedRow) -> bool:
     """Whether two rows of one model, machine, precision, length and release differ in one choice of layout only."""
     same = (a.shape.name, a.shape.num_layers, a.machine.name, a.setup.precision, a.setup.seq_len, a.setup.task)
     if same != (b.shape.name, b.shape.num_layers, b.machine.name, b.setup.precision, b.setup.seq_len, b.setup.task):
@@ -199,7 +199,7 @@ def differs_in_one_axis(a: MeasuredRow, b: MeasuredRow) -> bool:
     return len(changed) == 1 and a.tokens_per_s != b.tokens_per_s
 
 
-def order_pairs(rows: list[MeasuredRow]) -> dict:
+def order_pairs(rows: list[PublishedRow]) -> dict:
     """Of two layouts that differ in one axis: how often is the faster one named?"""
     simumax = [row for row in load_rows("measured_rows.csv") if row.collection == "simumax"]
     form = {row.number: by_prior(row) for row in rows}
@@ -247,7 +247,7 @@ def main() -> None:
         result = other_rows(arguments.rows)
     else:
         rows = [row for row in load_rows("measured_rows.csv") if row.collection != "simumax"]
-        text = resources.files("titan_train.planner.data").joinpath("measured_rows.csv").read_text()
+        text = (TABLES / "measured_rows.csv").read_text()
         printed = [as_printed(number, record) for number, record in enumerate(csv.DictReader(text.splitlines()))]
         result = {
             "torchtitan": torch_part(),

@@ -1,59 +1,99 @@
-"""Published measurements as (shape, machine, setup, measured) records."""
+"""Published measurements as (shape, machine, setup, measured) records, and the constants that are fitted to them.
+
+`titan_train.planner.calibrate.defaults` ships what `fit_torch` finds, and the machines of `measured_machines`, as literals.
+"""
 
 import csv
+import math
+import statistics
 import warnings
 from dataclasses import dataclass, replace
-from importlib import resources
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titan_train.models.shape import ModelShape
+from titan_train.models.shape import FeedForwardShape, ModelShape
+from titan_train.planner.calibrate.defaults import MACHINES, other_spread
+from titan_train.planner.calibrate.fit import MeasuredRow, fit_constants
+from titan_train.planner.cost.constants import Constants, prior
+from titan_train.planner.estimate import estimate
 from titan_train.planner.hardware.machine import Machine, load_machine
 from titan_train.planner.memory.peak import memory_peak
 from titan_train.planner.setup import Dispatcher, Setup, Stack
 from titan_train.planner.shapes import find_shape
 
+TABLES = Path(__file__).with_name("published")
+TORCH_FIT_ROWS = (0, 1, 2, 4)
+"""Rows of published_throughput.csv: 8B over 8 GPUs in bf16, float8 and at 32k tokens; 128 GPUs without compile."""
+TORCH_CONSTANTS = ("matmul", "matmul8", "attention", "pointwise")
+SIMUMAX_FIT_ROWS = (98, 100, 101, 102, 105, 108)
+SIMUMAX_CONSTANTS = ("matmul", "attention", "local", "expert_scale", "exchange", "pointwise")
 _GRAPHS: dict[str, Stack] = {"routing": "te_graphs", "attention": "te_graphs", "full": "te_full"}
 """How much of a routed block is launched as CUDA graphs; where nothing is stated, the routing."""
 
-TABLES = ("published_throughput.csv", "measured_rows.csv")
 
-
-@dataclass(frozen=True, slots=True)
-class MeasuredRow:
-    """One published measurement."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedRow(MeasuredRow):
+    """One published measurement. Its speed is derived from published model FLOP/s where the source gives no tokens."""
 
     number: int
-    source: str
     collection: str
     """torchtitan, bridge, nemo, automodel, skills, maxtext, wan or simumax."""
     release: str
     """Software release, as far as the source states it."""
-    shape: ModelShape
-    machine: Machine
-    setup: Setup
-    tokens_per_s: float
-    """Per device; derived from published model FLOP/s where the source gives no tokens."""
     memory_gib: float | None
-    step_s: float | None
     alternatives: tuple[Setup, ...] = ()
     """What the setup can be where the source leaves settings out; empty where it states all."""
 
 
-def load_rows(path: str | None = None) -> list[MeasuredRow]:
-    """Read a shipped table by name, any table by path, or both shipped ones.
+def fit_torch(rows: list[PublishedRow]) -> dict[str, Constants]:
+    """One fit for both torch stacks, whose pointwise factor applies to eager runs alone."""
+
+    def of(stack: Stack, c: Constants) -> Constants:
+        return replace(c, kernels=prior(stack).kernels, pointwise=c.pointwise if stack == "eager" else 1.0)
+
+    def predict(row: MeasuredRow, c: Constants) -> float:
+        return estimate(row.shape, row.machine, row.setup, of(row.setup.stack, c)).tokens_per_s
+
+    start = replace(prior("compile"), pointwise=prior("eager").pointwise)
+    fitted = fit_constants(rows, TORCH_CONSTANTS, start, pull=0.005, predict=predict)
+    return {"eager": of("eager", fitted), "compile": of("compile", fitted)}
+
+
+@cache
+def simumax_set() -> Constants:
+    """Six constants on six of SimuMax's rows, whose collectives do not overlap."""
+    rows = [row for row in load_rows("measured_rows.csv") if row.number in SIMUMAX_FIT_ROWS]
+    return fit_constants(rows, SIMUMAX_CONSTANTS, prior("te"), pull=0.02)
+
+
+def by_prior(row: MeasuredRow) -> float:
+    """Tokens per second of a row by its stack's prior."""
+    return estimate(row.shape, row.machine, row.setup, prior(row.setup.stack)).tokens_per_s
+
+
+def measured_machines(rows: list[PublishedRow]) -> frozenset[tuple[bool, str]]:
+    """Machines that have rows, with whether the rows' models are routed."""
+    return frozenset((row.shape.moe, row.machine.name) for row in rows)
+
+
+def predict_other(row: PublishedRow, measured: frozenset[tuple[bool, str]] = MACHINES) -> tuple[float, float]:
+    """Tokens per second of a row of another stack, and the deviation of the logarithm. Where settings are not known it is the
+    mean over what they can be, and the deviation grows by theirs.
+    """
+    logs = [math.log(by_prior(replace(row, setup=setup))) for setup in row.alternatives or (row.setup,)]
+    spread = other_spread(row.machine.name, routed=row.shape.moe, measured=measured)
+    return math.exp(statistics.fmean(logs)), math.hypot(spread, statistics.pstdev(logs))
+
+
+def load_rows(path: str) -> list[PublishedRow]:
+    """Read one of the published tables by name, or any table by path.
 
     A row whose model or machine is unknown is left out, with a warning.
     """
-    if path is None:
-        return [row for table in TABLES for row in load_rows(table)]
-    text = (
-        resources.files("titan_train.planner.data").joinpath(path).read_text()
-        if path in TABLES
-        else Path(path).read_text()
-    )
-    rows: list[MeasuredRow] = []
-    for number, record in enumerate(csv.DictReader(text.splitlines())):
+    file = TABLES / path if (TABLES / path).is_file() else Path(path)
+    rows: list[PublishedRow] = []
+    for number, record in enumerate(csv.DictReader(file.read_text().splitlines())):
         try:
             row = parse_row(record, number)
         except ValueError as err:
@@ -64,13 +104,13 @@ def load_rows(path: str | None = None) -> list[MeasuredRow]:
     return rows
 
 
-def parse_row(r: dict[str, str], number: int = 0) -> MeasuredRow | None:
+def parse_row(r: dict[str, str], number: int = 0) -> PublishedRow | None:
     """One row of either table; None where it states neither tokens nor FLOP/s."""
     source = r["source"]
     collection = _collection(source)
     shape = find_shape(r["model"])
     if r.get("layers"):
-        shape = shape.cut(int(float(r["layers"])))
+        shape = cut(shape, int(float(r["layers"])))
     convention = r.get("flops_convention") or ""
     shape = replace(shape, mtp=int(r.get("mtp") or 0))
     setup = _setup(r, collection)
@@ -90,19 +130,32 @@ def parse_row(r: dict[str, str], number: int = 0) -> MeasuredRow | None:
             convention.startswith(("MaxText", "non-causal")) or (collection == "nemo" and convention == "unknown")
         )
         measured = float(r["model_tflops_per_gpu"]) * 1e12 / shape.flops_per_token(setup.seq_len, causal=causal)
-    return MeasuredRow(
-        number,
+    return PublishedRow(
         source,
-        collection,
-        r.get("container") or "",
         shape,
         load_machine(r["gpu"]),
         setup,
         measured,
-        float(r["peak_mem_gib"]) if r["peak_mem_gib"] else None,
-        float(r["step_time_s"]) if r.get("step_time_s") else None,
-        _alternatives(r, setup),
+        number=number,
+        collection=collection,
+        release=r.get("container") or "",
+        memory_gib=float(r["peak_mem_gib"]) if r["peak_mem_gib"] else None,
+        alternatives=_alternatives(r, setup),
     )
+
+
+def cut(shape: ModelShape, num_layers: int) -> ModelShape:
+    """The same model with fewer blocks; of a model with leading dense blocks one is kept."""
+    if num_layers >= shape.num_layers:
+        return shape
+    if len(shape.blocks) == 2 and isinstance(shape.blocks[0].ffn, FeedForwardShape) and shape.moe:
+        first, rest = shape.blocks
+        return replace(shape, blocks=(replace(first, count=1), replace(rest, count=num_layers - 1)))
+    left, blocks = num_layers, []
+    for b in shape.blocks:
+        blocks.append(replace(b, count=min(b.count, left)))
+        left -= blocks[-1].count
+    return replace(shape, blocks=tuple(b for b in blocks if b.count))
 
 
 def _alternatives(r: dict[str, str], setup: Setup) -> tuple[Setup, ...]:

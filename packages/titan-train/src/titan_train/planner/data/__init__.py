@@ -1,1 +1,0 @@
-"""The published measurements, with their sources, as CSV tables."""
