@@ -43,6 +43,19 @@ def test_what_cannot_run_is_refused_with_the_reason(plan: Plan) -> None:
         assert reason in found["verdict"]
 
 
+def test_axes_that_a_model_lacks_have_no_slider(plan: Plan) -> None:
+    cut = replace(plan, uncut=("tp", "pp"))
+    for live in (False, True):
+        assert set(plan.values(live=live)) - set(cut.values(live=live)) == {"tp", "pp"}
+    assert data_of(page(cut))["first"] == cut.answer(cut.choices)
+
+
+def test_a_copy_on_each_data_parallel_rank_is_ddp(plan: Plan) -> None:
+    assert plan.setup({"dp_replicate": 8}).sharding == "ddp"
+    assert plan.setup({"dp_replicate": 4}).sharding == "fsdp"
+    assert plan.setup({"dp_replicate": 4, "cp": 2}).sharding == "fsdp"
+
+
 @contextlib.contextmanager
 def served(plan: Plan):
     import uvicorn

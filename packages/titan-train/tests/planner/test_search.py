@@ -20,7 +20,7 @@ from titan_train.planner.cost.products import rates
 from titan_train.planner.cost.schedules import SEARCHED, schedule_cost, schedules_for
 from titan_train.planner.cost.step import STATES_PASSES, rank_parameters, step_time
 from titan_train.planner.memory.peak import in_flight, memory_peak
-from titan_train.planner.search.refuse import refuse_search, refuse_setup
+from titan_train.planner.search.refuse import exchanges, refuse_search, refuse_setup
 from titan_train.planner.search.search import outside, search
 from titan_train.planner.search.space import PlanRequest, degrees
 from titan_train.planner.shapes import shape_of_config
@@ -533,6 +533,37 @@ def test_adapters_are_planned_as_adapters() -> None:
     sharded = search(replace(asked, task="lora", gpus=8)).best
     assert any(e.setup.tp > 1 for e in sharded)
     assert not any(e.setup.async_tp for e in sharded)  # which adapters lack
+
+
+def test_copies_that_do_not_fit_are_refused_with_the_shards_that_fit() -> None:
+    shape, limit = find_shape("llama3_8b"), 72.0 * 2**30
+    setup = Setup(seq_len=2048, global_batch=8, dp_replicate=8, sharding="ddp", loss="chunked")
+    said = refuse_setup(shape, setup, memory_peak(shape, setup), limit)
+    assert "Smallest change that fits on these devices: parallel.mode='fsdp' with dp_replicate=1, dp_shard=8 (" in said
+    assert refuse_setup(shape, setup.changed(dp_replicate=2), memory_peak(shape, setup), 40 * 2**30).endswith(
+        "it fits."
+    )
+    pairs = setup.changed(sharding="fsdp", dp_replicate=4, dp_shard=2)
+    assert next(exchanges(shape, pairs))[1] == pairs.changed(dp_replicate=1, dp_shard=8)
+
+
+def test_copies_on_all_data_parallel_ranks_are_planned_as_ddp(tmp_path) -> None:
+    asked = request("llama3_1b", 8, 2048, 64, fixed={"dp_replicate": 8})
+    found, file = search(asked).best, tmp_path / "plan.toml"
+    assert {(e.setup.sharding, e.setup.dp_shard) for e in found} == {("ddp", 1)}
+    file.write_text(config_toml("llama3_1b", found[0].setup, nproc=8))
+    assert setup_of_config(load_config(str(file)), 8) == found[0].setup
+    routed = list(degrees(request("qwen3_30b_a3b", 8, 2048, 64, fixed={"dp_replicate": 2})))
+    assert {chosen["ep"] for chosen in routed if chosen["dp_shard"] * chosen["cp"] == 1} == {1}
+    assert any(chosen["ep"] > 1 for chosen in routed)
+
+
+def test_axes_that_a_model_lacks_are_no_choice_of_the_user() -> None:
+    asked = request("llama3_8b", 8, 2048, 63, uncut=("tp", "cp", "pp", "ep"))
+    assert {chosen["tp"] for chosen in degrees(replace(asked, global_batch=64))} == {1}
+    said = refuse_search(asked, search(asked).closest)
+    assert "no legal layout has" not in said
+    assert "The nearest batch that all devices can share evenly: 56 or 64." in said
 
 
 def test_given_numbers_are_kept_or_refused_by_name() -> None:

@@ -124,7 +124,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(comparison_text(*_chosen(ranking, shown, *arguments.explain)))
     else:
         print("\n".join([ranking_text(ranking), *(["", *notes] if notes else [])]))
-    plan = Plan(ranking.best[0], request.limit_bytes, request.constants)
+    plan = Plan(ranking.best[0], request.limit_bytes, request.constants, request.uncut)
     if arguments.out:
         svg = Path(f"{arguments.out}.svg")
         svg.write_text(front_svg(ranking))
@@ -264,8 +264,9 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     elif arguments.model in list_configs():
         config = load_config(arguments.model)
     name = config.model.name if config is not None else arguments.model
-    for axis in uncut_axes(name):
-        if fixed.setdefault(axis, 1) > 1:
+    uncut = uncut_axes(name)
+    for axis in uncut:
+        if fixed.get(axis, 1) > 1:
             raise ValueError(
                 f"--fix {axis}={fixed[axis]}: a plan cannot cut {name} over {axis}"
                 + (", which it counts with sequence parallelism. " if axis == "tp" else ". ")
@@ -300,6 +301,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
         precisions=cast(tuple[Precision, ...], tuple(arguments.precision or default)),
         states=states,
         fixed=fixed,
+        uncut=uncut,
         max_memory_gib=arguments.max_mem,
         state_bytes=state_bytes,
         constants=load_constants(arguments.constants) if arguments.constants else None,

@@ -53,9 +53,19 @@ def _recomputed(setup: Setup) -> Setup:
     return replace(setup, recompute="full", recompute_share=1.0, recompute_modules=())
 
 
+def sharded(setup: Setup) -> Setup:
+    """The setup with parameters sharded over all its data-parallel ranks."""
+    return setup if setup.te else replace(setup, sharding="fsdp", dp_replicate=1, dp_shard=setup.dp)
+
+
 def exchanges(shape: ModelShape, setup: Setup) -> Iterator[tuple[str, Setup]]:
-    """The same devices with fewer data-parallel ranks: the sequence or the heads are cut instead, the least cut first."""
+    """The same devices with more shards: of copies first; then the sequence or the heads are cut, the least cut first."""
+    copies, setup = setup, sharded(setup)
     full = replace(_recomputed(setup), microbatch=1)
+    if setup != copies and setup.dp > 1:
+        words = f"parallel.mode='fsdp' with dp_replicate=1, dp_shard={setup.dp_shard}"
+        yield words, setup
+        yield f"{words}, full recomputation, microbatch 1", full
     for factor in (2, 4, 8, 16, 32):
         if setup.dp_shard % factor:
             return
@@ -94,6 +104,7 @@ def refuse_setup(shape: ModelShape, setup: Setup, peak: MemoryPeak, limit_bytes:
 
 def fewest_shards(shape: ModelShape, setup: Setup, limit_bytes: float) -> int | None:
     """Devices at which more sharding, with full recomputation, fits; None if it never does."""
+    setup = sharded(setup)
     for factor in (2, 4, 8, 16, 32, 64):
         changed = replace(
             _recomputed(setup), dp_shard=setup.dp_shard * factor, global_batch=setup.global_batch * factor

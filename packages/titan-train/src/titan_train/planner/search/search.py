@@ -20,7 +20,7 @@ from titan_train.planner.cost.step import MicrobatchTime, context_of, microbatch
 from titan_train.planner.estimate import StepEstimate
 from titan_train.planner.memory.peak import MemoryPeak, memory_peak
 from titan_train.planner.memory.states import state_bytes
-from titan_train.planner.search.space import PlanRequest, base_setup, batches, degrees
+from titan_train.planner.search.space import PlanRequest, base_setup, batches, copied, degrees
 from titan_train.planner.setup import Precision, Setup
 
 _TIE = 0.02
@@ -84,6 +84,10 @@ class Searcher:
         for chosen in degrees(request):
             for batch in batches(request, chosen):
                 setup = base.changed(async_tp=chosen["tp"] > 1 and request.task != "lora", **chosen, **batch)
+                if copied(request.stack, setup.dp_replicate, setup.dp_shard * setup.cp):
+                    if self.offload:  # moves shards
+                        continue
+                    setup = setup.changed(sharding="ddp")
                 examined += 1
                 states_by_use = state_bytes(request.shape, setup, first=not setup.head_on_first_rank)
                 states = sum(states_by_use.values())

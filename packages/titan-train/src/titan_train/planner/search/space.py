@@ -39,6 +39,8 @@ class PlanRequest:
     """Formats of AdamW's moments, the one of the list first; what the others buy has lists of its own."""
     fixed: dict[str, int] = field(default_factory=dict[str, int])
     """Degrees that are given, such as {"tp": 8}."""
+    uncut: tuple[str, ...] = ()
+    """Axes over which the model cannot be cut: `titan_train.planner.shapes.uncut_axes`."""
     max_memory_gib: float = 0.0
     """0 takes 92 % of the machine's memory: allocated is not reserved, and estimates of pipelines read low."""
     weight_bytes: float = 4.0
@@ -95,7 +97,10 @@ def degrees(request: PlanRequest) -> Iterator[dict[str, int]]:
                     continue
                 for replicate in _replicas(request, dp, tp * cp):
                     ranks = dp // replicate * cp * tp
+                    copies = copied(request.stack, replicate, dp // replicate * cp)
                     for ep in _values(request, "ep", ranks) if experts else (1,):
+                        if copies and ep > 1:  # experts go over ranks that shard parameters
+                            continue
                         if ranks % ep or any(e.num_experts % ep for e in experts):
                             continue
                         yield {
@@ -106,6 +111,11 @@ def degrees(request: PlanRequest) -> Iterator[dict[str, int]]:
                             "dp_shard": dp // replicate,
                             "ep": ep,
                         }
+
+
+def copied(stack: Stack, replicate: int, shards: int) -> bool:
+    """Whether a run of these degrees is DDP: each data-parallel rank has a whole copy, and the stack is the trainer's."""
+    return replicate > 1 and shards == 1 and not stack.startswith("te")
 
 
 def batches(request: PlanRequest, chosen: dict[str, int]) -> Iterator[dict[str, int | str]]:
@@ -147,6 +157,8 @@ def base_setup(request: PlanRequest) -> Setup:
 def _values(request: PlanRequest, name: str, most: int) -> tuple[int, ...]:
     if name in request.fixed:
         return (request.fixed[name],)
+    if name in request.uncut:
+        return (1,)
     return tuple(n for n in divisors(request.gpus) if n <= most)
 
 

@@ -18,6 +18,7 @@ from titan_train.planner.cost.schedules import SEARCHED, schedule_cost, stages_o
 from titan_train.planner.estimate import StepEstimate, estimate
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.search.search import cp_methods
+from titan_train.planner.search.space import copied
 from titan_train.planner.setup import Precision, Setup
 from titan_train.planner.view.tables import count_text
 from titan_train.trust.published import content_policy
@@ -44,6 +45,8 @@ class Plan:
     """Bytes that a setup may allocate."""
     constants: Constants | None = None
     """A set of one's own instead of the shipped ones."""
+    uncut: tuple[str, ...] = ()
+    """As in `titan_train.planner.search.space.PlanRequest`; they have no slider."""
 
     @property
     def shape(self) -> ModelShape:
@@ -85,7 +88,16 @@ class Plan:
             c |= {"recompute": "full", "recompute_share": 1 / 4, "recompute_modules": ()}
         elif c["recompute"] != self.choices["recompute"]:
             c |= {"recompute_share": 1.0, "recompute_modules": ()}
-        setup = replace(planned, **c, dp_shard=shard, async_tp=c["tp"] > 1, reshard=alone or planned.reshard)
+        copies = copied(planned.stack, c["dp_replicate"], shard * c["cp"])
+        sharding = "ddp" if copies else "fsdp" if planned.sharding == "ddp" else planned.sharding
+        setup = replace(
+            planned,
+            **c,
+            dp_shard=shard,
+            async_tp=c["tp"] > 1,
+            reshard=alone or planned.reshard,
+            sharding=sharding,
+        )
         _check(self.shape, self.machine, setup)
         methods: list[Any] = cp_methods(self.shape, setup)
         return setup if setup.cp == 1 or setup.cp_method in methods else replace(setup, cp_method=methods[-1])
@@ -104,7 +116,8 @@ class Plan:
     def values(self, *, live: bool) -> dict[str, list[int | str]]:
         """The positions of each slider: of a served page all, of a saved one those around the plan, one wider at a time."""
         best = self.choices
-        experts = [b.ffn for b in self.shape.blocks if isinstance(b.ffn, ExpertsShape)]
+        routed = any(isinstance(b.ffn, ExpertsShape) for b in self.shape.blocks)
+        shown = [name for name in _LABELS if name not in self.uncut and (name != "ep" or routed)]
         names: dict[str, list[int | str]] = {
             "recompute": ["none", _EACH_FOURTH, "selective", "full"],
             "precision": [name for name in get_args(Precision) if _has_units(self.machine, name)],
@@ -116,10 +129,9 @@ class Plan:
                 name: _with(names[name], best[name])
                 if name in names
                 else _with([2**k for k in range(tops.get(name, 9))], best[name])
-                for name in _LABELS
-                if name != "ep" or experts
+                for name in shown
             }
-        found: dict[str, list[int | str]] = {name: [value] for name, value in best.items() if name != "ep" or experts}
+        found: dict[str, list[int | str]] = {name: [best[name]] for name in shown}
         for name in ("recompute", "tp", "microbatch", "pp", "precision", "dp_replicate", "cp", "ep"):
             if name not in found:
                 continue
@@ -234,6 +246,8 @@ def _check(shape: ModelShape, machine: Machine, s: Setup) -> None:
         reasons.append(f"{s.pp * s.stages_per_rank} stages need as many layers; the model has {shape.num_layers}.")
     experts = [b.ffn.num_experts for b in shape.blocks if isinstance(b.ffn, ExpertsShape)]
     ranks = s.dp_shard * s.cp * s.tp
+    if s.ep > 1 and s.sharding == "ddp":
+        reasons.append(f"ep={s.ep} needs ranks that shard parameters, and {s.dp_replicate} replicas leave none.")
     if s.ep > 1 and (not experts or ranks % s.ep or any(number % s.ep for number in experts)):
         reasons.append(f"ep={s.ep} must divide the {ranks} ranks of one copy, and the experts.")
     if s.pp > 1 and s.microbatches < s.pp:
