@@ -1,11 +1,10 @@
 """Memory over time as a picture, and as a snapshot that torch's memory viewer opens.
 
 The snapshot is what ``torch.cuda.memory._snapshot`` returns, pickled: plain dictionaries, lists, strings and numbers. Drop it on
-the viewer's page (docs.pytorch.org/memory_viz); nothing here reads one. Its addresses come from a first-fit allocator, torch's
-own may place otherwise.
+the viewer's page (docs.pytorch.org/memory_viz); nothing here reads one. Each allocation is a segment of its own at
+an address of its own: where torch's allocator would place it is not predicted.
 """
 
-import bisect
 import itertools
 import pickle
 from html import escape
@@ -75,64 +74,27 @@ def timeline_snapshot(timeline: MemoryTimeline) -> bytes:
         [(a.start, True, n) for n, a in enumerate(timeline.allocations)]
         + [(a.end, False, n) for n, a in enumerate(timeline.allocations) if a.end < timeline.num_events]
     )
-    space, places = _FirstFit(), dict[int, int]()
+    held = dict[int, dict[str, Any]]()
+    address = _BASE
     for at, starts, n in order:
         a = timeline.allocations[n]
         if starts:
-            places[n] = space.take(a.size)
-        address = _BASE + places[n]
-        # the viewer wants a category called unknown: what torch's allocator does not hold
-        category = "unknown" if a.category == "workspace" else a.category
-        frames = [{"filename": a.where, "line": 0, "name": f"{a.operator} ({a.category})"}]
-        entry = {"addr": address, "size": a.size, "stream": 0, "time_us": at, "frames": frames, "category": category}
-        for action in ("alloc",) if starts else ("free_requested", "free_completed"):
+            # the viewer wants a category called unknown: what torch's allocator does not hold
+            category = "unknown" if a.category == "workspace" else a.category
+            frames = [{"filename": a.where, "line": 0, "name": f"{a.operator} ({a.category})"}]
+            held[n] = {"addr": address, "size": a.size, "stream": 0, "frames": frames, "category": category}
+            address += a.size
+        entry = (held[n] if starts else held.pop(n)) | {"time_us": at}
+        for action in ("segment_alloc", "alloc") if starts else ("free_requested", "free_completed", "segment_free"):
             events.append({"action": action, **entry})
-        if not starts:
-            space.give(places.pop(n), a.size)
-    blocks: list[dict[str, Any]] = []
-    held = 0
-    for n in sorted(places, key=places.__getitem__):
-        a = timeline.allocations[n]
-        if places[n] > held:
-            blocks.append(_block(held, places[n] - held, "inactive"))
-        blocks.append(_block(places[n], a.size, "active_allocated"))
-        held = places[n] + a.size
-    if space.most > held:
-        blocks.append(_block(held, space.most - held, "inactive"))
-    live = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
-    segment = {
-        "device": 0, "address": _BASE, "total_size": space.most, "stream": 0, "segment_type": "large",
-        "segment_pool_id": (0, 0), "allocated_size": live, "active_size": live, "requested_size": live, "is_expandable": True,
-        "frames": [], "blocks": blocks,
+    segments = [_segment(entry["addr"], entry["size"], entry["frames"]) for entry in held.values()]
+    return pickle.dumps({"segments": segments, "device_traces": [events]}, protocol=4)
+
+
+def _segment(address: int, size: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    block = {"address": address, "size": size, "requested_size": size, "state": "active_allocated", "frames": frames}
+    return {
+        "device": 0, "address": address, "total_size": size, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0),
+        "allocated_size": size, "active_size": size, "requested_size": size, "is_expandable": False, "frames": frames,
+        "blocks": [block],
     }  # fmt: skip
-    return pickle.dumps({"segments": [segment], "device_traces": [events]}, protocol=4)
-
-
-def _block(place: int, size: int, state: str) -> dict[str, Any]:
-    return {"address": _BASE + place, "size": size, "requested_size": size, "state": state, "frames": []}
-
-
-class _FirstFit:
-    """Addresses from 0: the first hole that is large enough."""
-
-    def __init__(self) -> None:
-        self._holes: list[tuple[int, int]] = []  # start, end; sorted
-        self.most = 0
-        """Bytes from 0 to the highest that was ever used."""
-
-    def take(self, size: int) -> int:
-        for number, (start, end) in enumerate(self._holes):
-            if end - start >= size:
-                self._holes[number : number + 1] = [(start + size, end)] if end - start > size else []
-                return start
-        self.most += size
-        return self.most - size
-
-    def give(self, start: int, size: int) -> None:
-        end, number = start + size, bisect.bisect(self._holes, (start, start))
-        if number < len(self._holes) and self._holes[number][0] == end:
-            end = self._holes.pop(number)[1]
-        if number and self._holes[number - 1][1] == start:
-            start = self._holes.pop(number - 1)[0]
-            number -= 1
-        self._holes.insert(number, (start, end))
