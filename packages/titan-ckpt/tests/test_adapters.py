@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from titan_ckpt import Checkpointer
+from titan_ckpt import Checkpointer, TrainState
 from titan_testing import run_ranks
 from torch import nn
 
@@ -72,7 +72,9 @@ def test_a_transformers_trainer_resumes_bitwise(tmp_path):
         train_hf(tmp_path / "stopped", 8)  # the save at step 8, in the middle of the second epoch
         assert Checkpointer(tmp_path / "stopped" / "steps").steps() == [4, 8]
         got = train_hf(tmp_path / "stopped", 10, str(tmp_path / "stopped" / "checkpoint-8"))
+        elsewhere = train_hf(tmp_path / "other", 10, str(tmp_path / "stopped" / "checkpoint-8"))
     assert_same(got, want)
+    assert_same(elsewhere, want)
     assert not list((tmp_path / "stopped").rglob("*.pt")), "nothing of the Trainer's own"
 
 
@@ -371,8 +373,7 @@ def groups_of(adapter: str, root: str) -> list[int]:
     counts = []
     for step in range(3):
         if adapter == "transformers":
-            checkpointer, state = trainer._steps(rng=False)
-            checkpointer.save(step, state)
+            trainer._checkpointer().save(step, TrainState(rng=False))
         else:
             TitanIO().save_checkpoint({"step": step}, f"{root}/{step}.ckpt")
             assert TitanIO().load_checkpoint(f"{root}/{step}.ckpt") == {"step": step}

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import pickle
 import subprocess
@@ -20,6 +21,7 @@ from titan_ckpt import (
 )
 from titan_ckpt.cli import main
 from titan_ckpt.load.reader import StepReader
+from titan_ckpt.storage.paths import as_path
 from titan_testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -106,13 +108,53 @@ def test_a_dcp_checkpoint_shaped_as_torchtitans_restores_model_and_optimizer_str
         import_dcp(tmp_path / "dcp", tmp_path / "root")
     assert "kept as extra, neither model nor optimizer: ['dataloader.dp_rank_0', 'lr_scheduler.last" in caplog.text
     got = build(seed=5, tied=False)
-    state = TrainState(model=got.model, optim=got.optim, rng=False)
+    state = TrainState(model=got.model, optim=got.optim, rng=False, extra={})
     Checkpointer(tmp_path / "root").restore(state, verify="all")
     assert_equal(full_state(got), full_state(source))
     assert state.extra == {
         "train_state.step": torch.tensor(5), "train_state.ntokens_seen": torch.tensor(7),
         "lr_scheduler.last_epoch": 3, "dataloader.dp_rank_0": b"abc",
     }  # fmt: skip
+
+
+def two_groups() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    groups = [
+        {"params": layer.parameters(), "lr": torch.tensor(rate)} for layer, rate in zip(model, (0.5, 0.25), strict=True)
+    ]
+    optim = torch.optim.AdamW(groups, betas=(0.8, 0.9))
+    model(torch.ones(1, 3)).sum().backward()
+    optim.step()
+    return model, optim
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["numbered-groups", "flattened"])
+def test_learning_rates_that_are_tensors_are_imported(tmp_path, flatten):
+    model, optim = two_groups()
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model_state, optim_state = get_state_dict(model, optim, options=options)
+    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    import_dcp(tmp_path / "dcp", tmp_path / "root")
+    got, fresh = two_groups()
+    for group in fresh.param_groups:
+        group.update(lr=torch.tensor(9.0), betas=(0.0, 0.0))
+    Checkpointer(tmp_path / "root").restore(TrainState(model=got, optim=fresh, rng=False))
+    assert [(float(group["lr"]), group["betas"]) for group in fresh.param_groups] == [
+        (0.5, (0.8, 0.9)),
+        (0.25, (0.8, 0.9)),
+    ]
+
+
+def test_nested_optimizer_state_of_a_dcp_checkpoint_is_refused_with_the_way_out(tmp_path):
+    model, optim = two_groups()
+    optim.state[model[0].weight]["average"] = {"fast": torch.ones(2, 3)}
+    model_state, optim_state = get_state_dict(model, optim)
+    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(
+        ValueError, match=r"'optim\.state\.0\.weight\.average\.fast' is nested in the optimizer's state"
+    ):
+        import_dcp(tmp_path / "dcp", tmp_path / "root")
+    import_dcp(tmp_path / "dcp", tmp_path / "root", optim="")
 
 
 def test_weights_at_the_top_of_a_dcp_checkpoint_may_be_called_model(tmp_path):
@@ -288,6 +330,27 @@ def test_dcp_asynchronous_saves_go_through_this_storage(tmp_path):
     got = build(seed=4, tied=False).model
     Checkpointer(tmp_path).restore(TrainState(model=got, rng=False))
     assert_equal(got.state_dict(), source.state_dict())
+
+
+@pytest.mark.parametrize("store", [False, True], ids=["disk", "store"])
+def test_plans_that_dcp_cached_for_an_earlier_save_are_refused(tmp_path, store, monkeypatch):
+    for name, found in vars(dcp.SavePlanner).items():
+        if name.startswith("_cached"):
+            monkeypatch.setattr(dcp.SavePlanner, name, type(found)())
+    root = as_path(f"memory://{tmp_path}") if store else tmp_path
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    for step in (1, 2):
+        refused = pytest.raises((ValueError, dcp.api.CheckpointException), match="enable_plan_caching=True")
+        with refused if step == 2 else contextlib.nullcontext():
+            state = {"w": torch.full((4,), float(step))}
+            dcp.save(state, storage_writer=TitanStorageWriter(root, step), planner=planner, no_dist=True)
+    assert Checkpointer(root).steps() == [1]
+    dcp.save({"w": torch.zeros(4)}, storage_writer=TitanStorageWriter(root, 3), no_dist=True)
+    for step, value in ((1, 1.0), (3, 0.0)):
+        module = nn.Module()
+        module.register_buffer("w", torch.ones(4) * 9)
+        Checkpointer(root).restore(TrainState(model=module, rng=False), step)
+        assert module.w.tolist() == [value] * 4
 
 
 def test_dcp_load_through_this_storage_finds_damage_and_objects_are_refused(tmp_path):

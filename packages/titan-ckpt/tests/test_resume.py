@@ -106,8 +106,9 @@ def test_restore_refuses_a_group_that_joins_parameters_saved_with_other_settings
         Checkpointer(tmp_path).restore(other)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("optim", ["sgd", "adagrad", "adamw-amsgrad", "lbfgs", "adafactor"])
-def test_every_kind_of_optimizer_state_comes_back_bitwise(tmp_path, optim):
+def test_every_kind_of_optimizer_state_comes_back_bitwise(tmp_path, optim, device):
     def make(params):
         return {
             "sgd": lambda: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -120,7 +121,7 @@ def test_every_kind_of_optimizer_state_comes_back_bitwise(tmp_path, optim):
     def step(model, optimizer):
         def closure():
             optimizer.zero_grad()
-            loss = (model(torch.ones(2, 6)) - 1).square().sum()
+            loss = (model(torch.ones(2, 6, device=device)) - 1).square().sum()
             loss.backward()
             return loss
 
@@ -128,7 +129,7 @@ def test_every_kind_of_optimizer_state_comes_back_bitwise(tmp_path, optim):
 
     def fresh():
         torch.manual_seed(0)
-        model = nn.Linear(6, 4)
+        model = nn.Linear(6, 4, device=device)
         return model, make(model.parameters())
 
     model, optimizer = fresh()
@@ -168,6 +169,29 @@ def test_data_position_follows_the_same_number_of_ranks(tmp_path, same):
 def test_data_position_of_global_counters_goes_to_any_number_of_ranks(tmp_path):
     run_ranks(data_ranks, 2, str(tmp_path), "save", True, "plain")
     assert run_ranks(data_ranks, 8, str(tmp_path), "load", True, "plain") == [0] * 8
+
+
+class Table(Data):
+    """A state that is too large for the JSON; a not-a-number equals itself."""
+
+    def state_dict(self):
+        return {"position": self.position, "seen": torch.tensor([self.rank % 2, float("nan")]).repeat(1000)}
+
+
+def table_ranks(root: str, action: str, same: bool) -> int:
+    data = Table(0)
+    data.rank = 0 if same else torch.distributed.get_rank()
+    data.position = 7 if action == "save" else -1
+    getattr(Checkpointer(root), action)(*([5] if action == "save" else []), TrainState(data=data))
+    return data.position
+
+
+def test_equal_data_positions_that_hold_large_tensors_go_to_any_number_of_ranks(tmp_path):
+    run_ranks(table_ranks, 2, str(tmp_path / "same"), "save", True)
+    assert run_ranks(table_ranks, 3, str(tmp_path / "same"), "restore", True) == [7] * 3
+    run_ranks(table_ranks, 2, str(tmp_path / "other"), "save", False)
+    with pytest.raises(AssertionError, match="different data positions"):
+        run_ranks(table_ranks, 3, str(tmp_path / "other"), "restore", False)
 
 
 def test_data_position_per_rank_is_handed_to_reshard(tmp_path):

@@ -1,6 +1,8 @@
 """States that are not as simple as parameters and AdamW: what hooks, optimizers, wrappers and users put there."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,6 +232,52 @@ def test_state_that_belongs_to_no_parameter_comes_back(tmp_path):
     assert torch.equal(got.state["global"]["history"], torch.arange(4))
 
 
+def test_state_under_keys_that_are_no_strings_comes_back_and_that_of_lost_parameters_is_refused(tmp_path):
+    model = nn.Linear(2, 2)
+    optim = momentum(model)
+    optim.state[("blocks", 0)] = {"history": torch.arange(4), 3: 4}
+    save(tmp_path, model=model, optim=optim)
+    got = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    restore(tmp_path, model=model, optim=got)
+    assert torch.equal(got.state[("blocks", 0)]["history"], torch.arange(4))
+    assert got.state[("blocks", 0)][3] == 4
+    optim.state[nn.Parameter(torch.ones(3))] = {"m": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"SGD holds state of a tensor of shape \[3\] that is in none of its groups"):
+        save(tmp_path, 2, model=model, optim=optim)
+
+
+def keep_nested_averages(root: str) -> bool:
+    """Sharded averages in a dict of a parameter's state, into an optimizer that has them and into one that does not."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = nn.Parameter(distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)]))
+    model, optim = holder(p=param), torch.optim.SGD([param], lr=0.1)
+    if dist.get_world_size() == 2:
+        average = distribute_tensor(torch.arange(12.0).view(6, 2), mesh, [Shard(0)])
+        optim.state[param] |= {"ema": {"fast": average}, "log": [average[0], torch.ones(3)]}
+        save(root, model=model, optim=optim)
+    averages = []
+    for present in (False, True):
+        optim.state[param] = {"ema": {"fast": torch.zeros_like(param.detach())}} if present else {}
+        restore(root, model=model, optim=optim)
+        averages.append(optim.state[param]["ema"]["fast"])
+    whole = all(torch.equal(a.full_tensor(), torch.arange(12.0).view(6, 2)) for a in averages)
+    return whole and all(a.placements == (Shard(0),) for a in averages)
+
+
+def test_sharded_state_inside_containers_of_an_optimizer_stays_sharded(tmp_path):
+    assert all(run_ranks(keep_nested_averages, 2, str(tmp_path)))
+    assert all(run_ranks(keep_nested_averages, 3, str(tmp_path)))
+
+
+def test_tensors_inside_containers_go_to_the_device_of_those_they_replace_or_of_their_parameter():
+    elsewhere: Any = SimpleNamespace(device=torch.device("meta"), is_meta=False)
+    restore = restoring._Restore.__new__(restoring._Restore)
+    saved = {"lists": [torch.ones(2), (torch.ones(()), 3)], "kept": torch.ones(1)}
+    got = restore._placed(saved, {"kept": torch.zeros(1)}, elsewhere)
+    assert [t.device.type for t in (got["lists"][0], got["lists"][1][0], got["kept"])] == ["meta", "meta", "cpu"]
+    assert got["lists"][1][1] == 3
+
+
 def test_two_optimizers_of_one_parameter_are_refused(tmp_path):
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="'weight' belongs to two optimizers"):
@@ -348,6 +396,18 @@ def test_keys_that_look_like_paths_stay_apart(tmp_path):
     save(tmp_path, extra=extra)
     got = restore(tmp_path, extra={}).extra
     assert [float(t[0]) for t in (got["a.b"], got["a"]["b"], got["c"][0], got["c[0]"])] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_extra_that_is_left_out_is_not_read(tmp_path, monkeypatch):
+    save(tmp_path, model=nn.Linear(2, 2), extra={"table": torch.zeros(5000)})
+    monkeypatch.setattr(restoring, "read_tensor", lambda *_: pytest.fail("it was read"))
+    assert restore(tmp_path, model=nn.Linear(2, 2)).extra == {}
+
+
+def test_extra_tensors_are_cast_where_that_is_asked_for(tmp_path):
+    save(tmp_path, extra={"average": torch.full((3,), 0.5, dtype=torch.bfloat16)})
+    got = restore(tmp_path, cast=True, extra={"average": torch.zeros(3)}).extra["average"]
+    assert (got.dtype, got.tolist()) == (torch.float32, [0.5] * 3)
 
 
 def test_extra_tensors_of_another_shape_or_dtype_are_refused_before_the_weights_change(tmp_path):

@@ -28,7 +28,7 @@ class TitanIO(CheckpointIO):
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Read a checkpoint, with every block checked; Lightning calls it on each rank by itself."""
-        state = TrainState(rng=False)
+        state = TrainState(rng=False, extra={})
         with self._open(path) as checkpointer:
             checkpointer.restore(state, 0)
         return state.extra["checkpoint"]

@@ -45,9 +45,8 @@ class TitanTrainer(Trainer):
         """One group for all Checkpointers: where torch's has no gloo, each would make its own, which torch keeps."""
         return ByteComm().group
 
-    def _steps(self, **parts: Any) -> tuple[Checkpointer, TrainState]:
-        limit = self.args.save_total_limit
-        return Checkpointer(self._root(), keep_last=limit, group=self._saving_ranks), TrainState(**parts)
+    def _checkpointer(self) -> Checkpointer:
+        return Checkpointer(self._root(), keep_last=self.args.save_total_limit, group=self._saving_ranks)
 
     def _parts(self) -> dict[str, Any]:
         optim = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
@@ -64,7 +63,7 @@ class TitanTrainer(Trainer):
     def _resumed_from(self, given: Any) -> Any:
         if given is None or given is False:
             return given
-        folder, checkpointer = self._root().parent, self._steps()[0]
+        folder, checkpointer = self._root().parent, self._checkpointer()
 
         def find() -> list[list[int]]:
             steps = checkpointer.steps()
@@ -89,8 +88,8 @@ class TitanTrainer(Trainer):
         if self.args.should_save:  # before the step: every step that is found has its counters
             self._write_counters(Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"))
         scaler = self.accelerator.scaler
-        checkpointer, state = self._steps(**self._parts(), extra={} if scaler is None else {_SCALER: scaler})
-        with checkpointer:
+        state = TrainState(**self._parts(), extra={} if scaler is None else {_SCALER: scaler})
+        with self._checkpointer() as checkpointer:
             checkpointer.save(self.state.global_step, state)
 
     def _write_counters(self, folder: Path) -> None:
@@ -110,7 +109,7 @@ class TitanTrainer(Trainer):
         self._restore(checkpoint, **self._parts(), rng=False)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        scaler, saved = self.accelerator.scaler, self._restore(checkpoint, rng=False)
+        scaler, saved = self.accelerator.scaler, self._restore(checkpoint, rng=False, extra={})
         if scaler is not None and _SCALER in saved:
             scaler.load_state_dict(saved[_SCALER])
 
@@ -118,9 +117,10 @@ class TitanTrainer(Trainer):
         self._restore(checkpoint)  # after the batches that were seen are skipped
 
     def _restore(self, checkpoint: str | None, **parts: Any) -> Any:
-        checkpointer, state = self._steps(**parts)
-        if checkpoint is not None:
-            checkpointer.restore(state, _number(checkpoint))
+        state = TrainState(**parts)
+        if checkpoint is not None:  # may be one of another output folder
+            root = Path(checkpoint).absolute().parent / "steps"
+            Checkpointer(root, group=self._saving_ranks).restore(state, _number(checkpoint))
         return state.extra
 
 

@@ -54,12 +54,12 @@ def import_dcp(
         progress: Called with the bytes about to be written.
 
     Returns:
-        The step's folder. Restore it with ``TrainState(model=, optim=, rng=False)``. Everything else is in ``extra``, under
-        its name in the DCP checkpoint (``extra["train_state.step"]``). A log line lists it.
+        The step's folder. Restore it with ``TrainState(model=, optim=, rng=False, extra={})``. Everything else is in ``extra``,
+        under its name in the DCP checkpoint (``extra["train_state.step"]``). A log line lists it.
 
     Raises:
         ValueError: If this is not a DCP checkpoint, there is no such model, a file is missing or damaged, a dtype is none of
-            safetensors, or a pickle holds anything but plain data and tensors.
+            safetensors, a pickle holds anything but plain data and tensors, or the optimizer's state is nested or by number.
     """
     source = _Source(Path(folder))
     paths = source.paths()
@@ -71,7 +71,7 @@ def import_dcp(
             if isinstance(kind, TensorStorageMetadata):
                 parts.add_tensor(name, paths[name], _DcpView(source, name, kind))
             else:
-                parts.add_value(name, source.load(MetadataIndex(name), name))
+                parts.add_value(name, paths[name], source.load(MetadataIndex(name), name))
         except TypeError as err:  # of a dtype or a value that a step cannot hold
             raise ValueError(f"{folder}: {err}") from err
     if parts.views["extra"] and not parts.views["model"]:
@@ -106,10 +106,14 @@ class _Parts:
     """Settings by the group's number, or by parameter in DCP's flattened form."""
 
     def add_tensor(self, name: str, path: tuple[str, ...], view: View) -> None:
-        state = f"{self.optim}.state."
-        if name.startswith(state):
-            param, _, key = name.removeprefix(state).rpartition(".")
+        if inside := self._inside("state", name, path):
+            param, key = inside
             self.views["optim"][f"{param}/{key}"] = view
+        elif inside := self._inside("param_groups", name, path):  # a learning rate
+            value = torch.empty(view.shape, dtype=DTYPES[view.dtype])
+            view.fill(((0,) * len(view.shape), view.shape), value)
+            owner, key = inside
+            self.hypers.setdefault(owner, {})[key] = encode_plain(value, name, ValueError)
         elif path[0] == self.model and len(path) > 1:
             self.views["model"][name.removeprefix(f"{self.model}.")] = view
         elif not self.model and len(path) == 1:
@@ -118,14 +122,14 @@ class _Parts:
             self.views["extra"][f"extra.{name}"] = view
             self.extra[name] = {"$stored": f"extra.{name}"}
 
-    def add_value(self, name: str, value: Any) -> None:
+    def add_value(self, name: str, path: tuple[str, ...], value: Any) -> None:
         encoded = encode_plain(value, name, ValueError)
-        state, groups = f"{self.optim}.state.", f"{self.optim}.param_groups"
-        if name.startswith(state):
-            param, _, key = name.removeprefix(state).rpartition(".")
+        groups = f"{self.optim}.param_groups"
+        if inside := self._inside("state", name, path):
+            param, key = inside
             self.leaves.setdefault(param, {})[key] = encoded
-        elif name.startswith(f"{groups}."):
-            owner, _, key = name.removeprefix(f"{groups}.").rpartition(".")
+        elif inside := self._inside("param_groups", name, path):
+            owner, key = inside
             self.hypers.setdefault(owner, {})[key] = value if key == "params" else encoded
         elif name == groups:
             for number, group in enumerate(value):
@@ -135,6 +139,26 @@ class _Parts:
                 self.hypers.setdefault(str(number), {}).update(plain)
         else:
             self.extra[name] = encoded
+
+    def _inside(self, part: str, name: str, path: tuple[str, ...]) -> tuple[str, str] | None:
+        """Parameter (or number of the group) and key of an entry of the optimizer's ``part``; None if it is none.
+
+        Raises:
+            ValueError: If it is nested below a key.
+        """
+        if not name.startswith(f"{self.optim}.{part}."):
+            return None
+        first, *rest = path[1:] if path[0] == self.optim else (name.removeprefix(f"{self.optim}."),)
+        if first != part:  # flattened: ``state.<parameter>.<key>``
+            owner, _, key = first.removeprefix(f"{part}.").rpartition(".")
+            rest = [owner, key, *rest]
+        if len(rest) != 2:
+            raise ValueError(
+                f"{name!r} is nested in the optimizer's {part}, where a step has one value or tensor for each key of a parameter "
+                "or group. Make it a key of its own before it is saved, or import without the optimizer: "
+                "import_dcp(..., optim='')."
+            )
+        return rest[0], rest[1]
 
     def shared(self) -> dict[str, Any]:
         """Plain state for `titan_ckpt.interop.stream.write_step`."""

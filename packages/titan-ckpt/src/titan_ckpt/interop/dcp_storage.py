@@ -113,7 +113,16 @@ class TitanStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: make the unfinished step's folder."""
+        """On the coordinator: make the unfinished step's folder.
+
+        Raises:
+            ValueError: If the planner would have ranks write by a plan of an earlier save, which names that save's folder.
+        """
+        if not all(plan.usable for plan in plans):
+            raise ValueError(
+                "the planner was given enable_plan_caching=True, and a cached plan names the folder of the save that it was made "
+                "for: this save would write there. Leave it out: DefaultSavePlanner()."
+            )
         folder, self._save_id = begin_save(self.root, self.step, Process.of(os.getpid()))
         self._folder, self._world = folder, len(plans)
         name = str(folder) if isinstance(folder, Path) else folder.name

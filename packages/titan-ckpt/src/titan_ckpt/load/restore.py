@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ from titan_ckpt.state.leaves import reseed, set_rng_state
 from titan_ckpt.state.model import ModelState, as_modules, model_state
 from titan_ckpt.state.optimizer import OptimRestore
 from titan_ckpt.state.sharding import is_dtensor
-from titan_ckpt.state.train_state import Stateful, TrainState, check_state, listed, shard_of
+from titan_ckpt.state.train_state import LeftOut, Stateful, TrainState, check_state, listed, shard_of
 from titan_ckpt.steps import leftovers, listing
 from titan_ckpt.storage.paths import StorePath
 
@@ -146,7 +147,12 @@ class _Restore:
         self.reader = StepReader(path)
         shared = self.reader.shared_state()
         self._encoded_extra: dict[str, Any] = shared.pop("extra")
+        optim: dict[str, Any] = shared.pop("optim")
         self.shared: dict[str, Any] = {k: self._decode(v) for k, v in shared.items()}
+        # Large tensors wait until it is known where they belong.
+        self.shared["optim"] = {
+            k: self._decode(v, tensor=None if k == "groups" else self._stored) for k, v in optim.items()
+        }
         self.model: ModelState = model_state(as_modules(state.model), state.tied)
         self.copies: dict[str, list[Copy]] = {}
         self.read_later: dict[str, list[Copy]] = {}
@@ -276,6 +282,7 @@ class _Restore:
             self.reader.index,
             self.shared["optim"],
             self.state.shards,
+            place=self._placed,
             stored_dtypes={name: DTYPES[kind.dtype] for name, kind in stored["model"].items()},
             strict=self.strict,
             own_settings=self.state.own_settings,
@@ -294,7 +301,7 @@ class _Restore:
         """Plan to fill ``target``, which is called ``key`` here and may have another name in the step."""
         shard = shard_of(self.state.shards, section, key, tuple(target.shape), self.model)
         path = f"{section}.{key}{note}"
-        self.copies[path] = plan_copies(stored, target, path, cast=self._cast, shard=shard)
+        self.copies.setdefault(path, []).extend(plan_copies(stored, target, path, cast=self._cast, shard=shard))
 
     def _match_sched(self) -> None:
         scheds, saved = listed(self.state.sched), self.shared["sched"]
@@ -306,6 +313,8 @@ class _Restore:
             self.apply_steps.append(lambda sched=sched, value=value: sched.load_state_dict(value))
 
     def _match_extra(self) -> None:
+        if isinstance(self.state.extra, LeftOut) and not self.state.extra:
+            return
         absent = [key for key in self.state.extra if key not in self._encoded_extra]
         self._refuse(
             bool(absent), f"extra values {absent} were not saved; pass strict=False to keep their current values."
@@ -313,7 +322,7 @@ class _Restore:
         for key, encoded in self._encoded_extra.items():
             current = self.state.extra.get(key)
             like = current.state_dict() if isinstance(current, Stateful) else current
-            self._set_extra(key, current, self._decode_like(encoded, like))
+            self._set_extra(key, current, self._placed(self._decode(encoded, tensor=self._stored), like))
 
     def _set_extra(self, key: str, current: Any, value: Any) -> None:
         if isinstance(current, Stateful):
@@ -321,41 +330,36 @@ class _Restore:
         elif not isinstance(current, Tensor):
             self.apply_steps.append(lambda: self.state.extra.__setitem__(key, value))
         elif (
-            isinstance(value, Tensor)
-            and value.shape == current.shape
-            and (value.dtype == current.dtype or not self.strict)
+            isinstance(value, Tensor) and value.shape == current.shape and (value.dtype == current.dtype or self._cast)
         ):
             self.apply_steps.append(lambda: current.detach().copy_(value))
         else:
             saved = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"extra {key!r} is {current.dtype} {list(current.shape)}, but {saved} was saved.")
 
-    def _decode_like(self, encoded: Any, current: Any) -> Any:
-        """Decode. If ``current`` has a `DTensor` at the same place, the tensor gets its layout."""
-        if isinstance(encoded, list):
-            likes = current if isinstance(current, list) and len(current) == len(encoded) else [None] * len(encoded)
-            return [self._decode_like(item, like) for item, like in zip(encoded, likes, strict=True)]
-        if not isinstance(encoded, dict):
-            return encoded
-        like = current if isinstance(current, Mapping) else {}
-        tag = next(iter(encoded)) if len(encoded) == 1 else ""
-        if tag == "$tuple":
-            return tuple(self._decode_like(encoded[tag], [*current] if isinstance(current, tuple) else None))
-        if tag in ("$ordered", "$dict"):
-            pairs = [(self._decode(name), item) for name, item in encoded[tag]]
-            kind = collections.OrderedDict if tag == "$ordered" else dict
-            return kind((name, self._decode_like(item, like.get(name))) for name, item in pairs)
-        if tag == "$stored" and is_dtensor(current):
-            key = encoded[tag]
-            stored = self.reader.index.find("extra", key)
-            if stored is None:
-                raise ValueError(f"{self.reader.path} has no extra tensor {key!r}.")
-            target = torch.empty_like(current)
-            self._copy(stored, target, "extra", key)
-            return target
-        if tag.startswith("$"):
-            return self._decode(encoded)
-        return {name: self._decode_like(item, like.get(name)) for name, item in encoded.items()}
+    def _placed(self, value: Any, current: Any, owner: Tensor | None = None) -> Any:
+        """Decoded state, with each tensor where the one at the same place in ``current`` is, in its layout if it is a `DTensor`.
+
+        If there is none, as ``owner``: the parameter that the state is of.
+        """
+        if type(value) in (list, tuple):
+            fits = isinstance(current, list | tuple) and len(current) == len(value)
+            likes: Any = current if fits else [None] * len(value)
+            return type(value)(self._placed(item, like, owner) for item, like in zip(value, likes, strict=True))
+        if type(value) in (dict, collections.OrderedDict):
+            inside = current if isinstance(current, Mapping) else {}
+            return type(value)((name, self._placed(item, inside.get(name), owner)) for name, item in value.items())
+        like = current if isinstance(current, Tensor) else owner
+        if isinstance(value, _Stored):
+            stored = value.tensor
+            if like is not None and is_dtensor(like) and (like is current or tuple(like.shape) == stored.shape):
+                target = torch.empty_like(
+                    like, dtype=None if like is current else DTYPES[stored.dtype], requires_grad=False
+                )
+                self._copy(stored, target, "extra", value.key)
+                return target
+            value = self._decode({"$stored": value.key})
+        return value if like is None or like.is_meta or not isinstance(value, Tensor) else value.to(like.device)
 
     def _match_data(self) -> None:
         data = self.state.data
@@ -370,7 +374,9 @@ class _Restore:
             return
         by_place = self._data_at({saved_place for saved_place, _ in saved})
         states = [(encoded, rank_state_name(rank)) for _, (rank, encoded) in sorted(by_place.items())]
-        if all(encoded == states[0][0] for encoded, _ in states):
+        if all(encoded == states[0][0] for encoded, _ in states) or (
+            not hasattr(data, "reshard") and all(self._same(encoded, states[0][0]) for encoded, _ in states)
+        ):
             position = self._decode(*states[0])
             self.apply_steps.append(lambda: data.load_state_dict(position))
         elif hasattr(data, "reshard"):
@@ -383,6 +389,18 @@ class _Restore:
                 f"the {saved[0][1]} data-parallel ranks saved different data positions, which cannot be given to {size}. "
                 f"Give {type(data).__name__} a reshard(states) method, or count globally."
             )
+
+    def _same(self, one: Any, other: Any) -> bool:
+        """Whether two encoded states are equal, with the bits of their stored tensors in place of their names."""
+        if type(one) is not type(other) or not isinstance(one, dict | list):
+            return one == other
+        if isinstance(one, list):
+            return len(one) == len(other) and all(map(self._same, one, other))
+        if one.keys() != other.keys() or "$stored" not in one:
+            return one.keys() == other.keys() and all(self._same(one[key], other[key]) for key in one)
+        first, second = (read_tensor(self.reader, "extra", found["$stored"]) for found in (one, other))
+        alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+        return alike and leaves.tensor_bytes(first) == leaves.tensor_bytes(second)
 
     def _match_rng(self) -> None:
         if not self.state.rng:
@@ -419,18 +437,30 @@ class _Restore:
     def _rank_state(self, rank: int) -> dict[str, Any]:
         return self._decode(self.reader.rank_state(rank), rank_state_name(rank))
 
-    def _decode(self, value: Any, name: str = STATE_NAME, tensor: Callable[[str], Tensor] | None = None) -> Any:
+    def _decode(self, value: Any, name: str = STATE_NAME, tensor: Callable[[str], Any] | None = None) -> Any:
         with malformed_is_damage(self.reader.path, name):
             return leaves.decode(value, tensor or (lambda key: read_tensor(self.reader, "extra", key)))
 
-    def _read_later(self, key: str) -> Tensor:
-        """Have the blocks of an extra tensor checked with all others, and make none of it."""
+    def _stored(self, key: str) -> "_Stored":
         stored = self.reader.index.find("extra", key)
         if stored is None:
             raise ValueError(f"{self.reader.path} has no extra tensor {key!r}.")
+        return _Stored(key, stored)
+
+    def _read_later(self, key: str) -> Tensor:
+        """Have the blocks of an extra tensor checked with all others, and make none of it."""
+        stored = self._stored(key).tensor
         blank = torch.empty(stored.shape, dtype=torch.uint8, device="meta")
         self.read_later[key] = box_copies(stored, ((0,) * len(stored.shape), stored.shape), blank)
         return blank
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Stands in decoded state for a tensor of the ``extra`` section."""
+
+    key: str
+    tensor: StoredTensor
 
 
 class _States(Sequence[Any]):

@@ -72,7 +72,7 @@ def encode_plain(value: Any, path: str, refusal: type[Exception] = TypeError) ->
     return encoded
 
 
-def decode(value: Any, stored: Callable[[str], Tensor]) -> Any:
+def decode(value: Any, stored: Callable[[str], Any]) -> Any:
     """Undo `TensorSink.encode`; ``stored`` reads a tensor of the ``extra`` section by key."""
 
     def leaf(tag: str, body: Any) -> Any:

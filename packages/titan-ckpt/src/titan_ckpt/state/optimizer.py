@@ -31,7 +31,7 @@ class OptimState:
     """Parameter to its state that is not a tensor."""
     groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Per group: ``hyper`` (settings) and ``params`` (names)."""
-    others: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    others: list[dict[Any, Any]] = field(default_factory=list[dict[Any, Any]])
     """Per optimizer: state that belongs to no parameter."""
 
 
@@ -47,7 +47,8 @@ def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Optim
     """Collect the state of optimizers; ``owners`` has the name of each of the model's parameters by ``id``.
 
     Raises:
-        ValueError: If a parameter is not in the model or has two optimizers, or the name of a state contains a slash.
+        ValueError: If a parameter is not in the model or has two optimizers, the name of a state contains a slash, or there is
+            state of a tensor that is in no group.
     """
     optims, found, seen = list(optims), OptimState(), set[int]()
     for group, params in _groups(optims, owners):
@@ -68,7 +69,13 @@ def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Optim
                     found.leaves.setdefault(name, {})[key] = value
     for optim in optims:
         state: dict[Any, Any] = dict(optim.state)  # typed as if all keys were parameters
-        found.others.append({key: value for key, value in state.items() if isinstance(key, str)})
+        stray = next((key for key in state if isinstance(key, Tensor) and id(key) not in seen), None)
+        if stray is not None:
+            raise ValueError(
+                f"{type(optim).__name__} holds state of a tensor of shape {list(stray.shape)} that is in none of its groups, so "
+                "it has no name to be found by. Key the state by a parameter or by a string, or delete it from optimizer.state."
+            )
+        found.others.append(_of_no_parameter(state))
     return found
 
 
@@ -91,6 +98,7 @@ class OptimRestore:
         index: The step's index.
         saved: ``{"groups", "leaves", "others"}``, decoded from the step.
         shards: As `TrainState.shards`.
+        place: Puts the tensors in decoded state where they belong: ``place(value, the present one, its parameter)``.
         stored_dtypes: Parameter to the dtype it was saved in.
         strict: Refuse parameters without saved settings. False keeps their current state, and gives moments that had
             their parameter's dtype the dtype that it has now.
@@ -110,6 +118,7 @@ class OptimRestore:
         saved: Mapping[str, Any],
         shards: Mapping[str, LocalShard],
         *,
+        place: Callable[[Any, Any, Tensor | None], Any],
         stored_dtypes: Mapping[str, torch.dtype],
         strict: bool,
         own_settings: bool | Collection[str] = False,
@@ -124,6 +133,7 @@ class OptimRestore:
         self.unknown: list[str] = []
         """Parameters of the optimizers without saved settings."""
         self._index, self._saved, self._shards = index, saved, shards
+        self._place = place
         self._stored_dtypes, self._strict = stored_dtypes, strict
         self._own_settings = own_settings
         self._hypers: dict[str, dict[str, Any]] = {}
@@ -140,7 +150,9 @@ class OptimRestore:
                 self._stored.setdefault(param_name, []).append(state_name)
         self._finish: list[Callable[[], Any]] = []
         for optim, others in zip(optims, saved.get("others", []) if keys is None else [], strict=False):
-            self._finish.append(lambda optim=optim, others=others: optim.state.update(others))
+            first = next((param for group in optim.param_groups for param in group["params"]), None)
+            new = place(others, _of_no_parameter(optim.state), first)
+            self._finish.append(lambda optim=optim, new=new: optim.state.update(new))
         for group, params in _groups(optims, owners):
             self._match_group(group, params)
 
@@ -176,7 +188,8 @@ class OptimRestore:
 
     def _match_param(self, param: _Param, old: str, group: Mapping[str, Any]) -> None:
         """Find a tensor to fill for each state of a parameter that was saved as ``old``."""
-        state: dict[str, Any] = dict(self._saved["leaves"].get(old, {})) if self._keys is None else {}
+        saved: dict[str, Any] = self._saved["leaves"].get(old, {}) if self._keys is None else {}
+        state: dict[str, Any] = self._place(saved, param.optim.state.get(param.tensor), param.tensor)
         for key in self._stored.get(old, []):
             stored = self._index.tensors["optim"][f"{old}/{key}"]
             dtype = DTYPES[stored.dtype]
@@ -213,6 +226,10 @@ def _groups(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Iterator[
                     "model in TrainState. Build the optimizer after wrapping the model, and pass that model."
                 )
             yield group, [_Param(owners[id(param)], param, optim) for param in group["params"]]
+
+
+def _of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
 
 def _laid_out(value: Tensor, param: Tensor) -> Tensor:

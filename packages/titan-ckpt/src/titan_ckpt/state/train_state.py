@@ -29,6 +29,10 @@ class Stateful(Protocol):
         ...
 
 
+class LeftOut(dict[str, Any]):
+    """``TrainState.extra`` that was not given."""
+
+
 @dataclass(slots=True)
 class TrainState:
     """Everything a resume needs. A part that is left out is neither saved nor loaded.
@@ -57,8 +61,10 @@ class TrainState:
     state, each read when it is looked at."""
     rng: bool = True
     """Whether to save and load the random generators of python, numpy, torch and CUDA."""
-    extra: MutableMapping[str, Any] = field(default_factory=dict[str, Any])
-    """Other values, equal on every rank: plain data, tensors, `Stateful` objects. A restore updates it in place."""
+    extra: MutableMapping[str, Any] = field(default_factory=LeftOut)
+    """Other values, equal on every rank: plain data, tensors, `Stateful` objects. A restore updates it in place, also with the
+    step's values that are not in it: ``{}`` reads all. Tensors come back on the device of those at the same place, else on the
+    CPU; `DTensor` in its layout, else whole."""
     shards: Mapping[str, LocalShard] = field(default_factory=dict[str, LocalShard])
     """For model tensors that are this rank's part of a larger tensor without being a `DTensor` of it: name to place.
     Optimizer state of the same shape has the same place. Each rank gives its own."""
