@@ -75,6 +75,12 @@ def test_one_rank_in_bf16_is_wrapped_for_its_casts():
         (4, {"mode": "ddp", "reduce_scatter_group": "own"}, ["reduce_scatter_group='own'", "mode='fsdp'"]),
         (1, {"symmetric_memory": True}, ["symmetric_memory=True", "this run is 'none'"]),
         (4, {"reshard": 3}, ["reshard=3", "nearest valid choice is 2"]),
+        (4, {"pp": 2, "reshard": 2}, ["parallel.reshard=2 and parallel.pp=2", "Set parallel.reshard='always'"]),
+        (
+            4,
+            {"pp": 2, "reshard_overrides": {"layers.0": "always"}},
+            ["reshard_overrides={'layers.0': 'always'} and parallel.pp=2"],
+        ),
         (4, {"accumulate": "hsdp-ar"}, ["accumulate='hsdp-ar'", "'unsharded'"]),
     ],
 )

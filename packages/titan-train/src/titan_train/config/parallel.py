@@ -50,7 +50,7 @@ class ParallelConfig:
 
     reshard: Literal["default", "always", "never"] | Annotated[int, Range(1)] = "default"
     """Free the gathered parameters after forward: default (all but the last unit), always, never, or an int: keep
-    them sharded over that many ranks."""
+    them sharded over that many ranks. With pp > 1 what is gathered stays until the end of the step, but for always."""
 
     reshard_overrides: dict[str, Literal["always", "never"] | int] = field(default_factory=dict)
     """Exceptions to reshard by pattern of module name, such as {"layers.0" = "never"}; the first that matches counts."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from titan_fsdp import materialize
 from titan_testing import run_ranks
 from titan_train.parallel.tensor.apply import apply_tensor_parallel, compute_buffers
+from titan_train.parallel.tensor.boundaries import norm_over_ranks
 from titan_train.parallel.tensor.checks import check_between, check_tensor_parallel
 from titan_train.parallel.tensor.plan import plan_tensor_parallel
 from titan_train.parallel.tensor.styles import merge_tables
@@ -160,6 +161,48 @@ def test_what_is_read_between_cut_linears_outside_of_regions_is_refused_without_
         del block.attn.scale
         block.attn.scale = 1.0
     check_between(model, merge_tables(model, {}, WITHOUT_REGIONS), 8)
+
+
+class Centred(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, 1.0 + self.weight, self.eps)
+
+
+class Fixed(nn.Module):
+    """Keeps its epsilon to itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, Centred, Fixed])
+def test_a_norm_over_all_heads_that_is_no_rms_norm_is_refused(norm):
+    with torch.device("meta"):
+        model = Own()
+        for block in model.blocks:
+            block.attn.norm, block.attn.right = norm(16), nn.RMSNorm(16)
+    right = PLAN | {"blocks.*.attn.right": "heads_norm", "**.norm": "replicated"}
+    options = {"seq_len_local": 8, "sequence_parallel": True}
+    check_tensor_parallel(model, 2, table=merge_tables(model, {}, right), **options)
+    wrong = PLAN | {"blocks.*.attn.norm": "heads_norm", "**.right": "replicated"}
+    with pytest.raises(ValueError, match=r"heads_norm for blocks\.0\.attn\.norm, a .* which it is not"):
+        check_tensor_parallel(model, 2, table=merge_tables(model, {}, wrong), **options)
+
+
+def norm_without_epsilon() -> float:
+    whole, x = nn.RMSNorm(8).double(), torch.linspace(-1e-6, 2e-6, 8, dtype=torch.float64)
+    half = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    part = nn.RMSNorm(4).double()
+    norm_over_ranks(part, dist.group.WORLD)
+    return float((part(x[half]) - whole(x)[half]).detach().abs().max())
+
+
+def test_a_norm_over_ranks_takes_torchs_epsilon_where_it_has_none():
+    assert all(error < 1e-14 for error in run_ranks(norm_without_epsilon, 2))
 
 
 def test_a_pattern_for_the_rest_leaves_cut_parameters_alone():

@@ -92,15 +92,31 @@ def resolve_mode(parallel: ParallelConfig, layout: Layout, *, dtype: str = "fp32
             raise ValueError(
                 f"parallel.{name}={value!r} needs sharded parameters, and this run is {mode!r}. Leave it out, or set mode='fsdp'."
             )
-    shards = spec.dp_shard * spec.cp
-    if isinstance(parallel.reshard, int) and mode in ("fsdp", "hsdp") and shards % parallel.reshard:
+    if mode in ("fsdp", "hsdp"):
+        _check_reshard(parallel, spec.dp_shard * spec.cp, spec.pp)
+    if parallel.accumulate == "hsdp-ar" and mode != "hsdp":
+        raise ValueError(f"parallel.accumulate='hsdp-ar' needs mode 'hsdp', and this run is {mode!r}. Use 'unsharded'.")
+    return mode
+
+
+def _check_reshard(parallel: ParallelConfig, shards: int, pp: int) -> None:
+    if isinstance(parallel.reshard, int) and shards % parallel.reshard:
         raise ValueError(
             f"parallel.reshard={parallel.reshard} does not divide the {shards} ranks that parameters are sharded over. "
             f"The nearest valid choice is {nearest_divisor(shards, parallel.reshard)}."
         )
-    if parallel.accumulate == "hsdp-ar" and mode != "hsdp":
-        raise ValueError(f"parallel.accumulate='hsdp-ar' needs mode 'hsdp', and this run is {mode!r}. Use 'unsharded'.")
-    return mode
+    if pp == 1 or parallel.reshard == "always":
+        return
+    asked = [
+        f"_overrides={{{name!r}: {to!r}}}" for name, to in parallel.reshard_overrides.items() if to not in ("never", 1)
+    ]
+    asked += [f"={parallel.reshard}"] if parallel.reshard not in ("default", "never", 1) else []
+    if asked:
+        raise ValueError(
+            f"parallel.reshard{asked[0]} and parallel.pp={pp}: a stage keeps what it has gathered until the end of the step. Set "
+            "parallel.reshard='always', which frees it after each forward and backward, with reshard_overrides for what is not; "
+            "or leave both out."
+        )
 
 
 def _check_compression(parallel: ParallelConfig, mode: Mode, dtype: str) -> None:

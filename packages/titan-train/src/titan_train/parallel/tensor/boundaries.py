@@ -7,6 +7,7 @@ checkpointing repeats the collectives in the same order on every rank, and `torc
 Hidden states are ``[..., S, d]``: the sequence is the last dimension but one.
 """
 
+import copy
 from types import MethodType
 from typing import Any, cast
 
@@ -91,16 +92,37 @@ def look_up_own_tokens(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 def norm_over_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Make an RMSNorm whose channels are cut over the ranks take its mean square over all of them."""
-    epsilon = next(float(getattr(module, name)) for name in ("variance_epsilon", "eps") if hasattr(module, name))
 
     def forward(module: nn.Module, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         own = wide.square().mean(-1, keepdim=True) / group.size()
         # every rank's output depends on every rank's channels: the gradient is summed as well
         mean = share(sum_partials(own, group), group)
-        return (cast(Tensor, module.weight) * (wide * torch.rsqrt(mean + epsilon))).to(x.dtype)
+        return (cast(Tensor, module.weight) * (wide * torch.rsqrt(mean + _epsilon(module, x)))).to(x.dtype)
 
     module.forward = MethodType(forward, module)  # a deep copy binds it to the copy
+
+
+@torch.no_grad()
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether a module computes what `norm_over_ranks` does; True where that cannot be tried."""
+    try:
+        tried: Any = copy.deepcopy(module).to_empty(device="cpu").float()
+        width = tried.weight.shape[0]
+        for parameter in tried.parameters():
+            parameter.copy_(torch.linspace(0.5, 1.5, width, device="cpu"))
+        x = torch.linspace(-1e-3, 2e-3, width, device="cpu")  # small, so that the epsilon shows
+        found = tried(x)
+    except Exception:  # the user's own code; a run says what is wrong with it
+        return True
+    want = tried.weight * (x * torch.rsqrt(x.square().mean() + _epsilon(tried, x)))
+    return isinstance(found, Tensor) and found.shape == want.shape and torch.allclose(found, want, rtol=1e-3)
+
+
+def _epsilon(norm: nn.Module, x: Tensor) -> float:
+    """What an RMSNorm adds to the mean square; without a number, what torch takes."""
+    values = [getattr(norm, name, None) for name in ("variance_epsilon", "eps")]
+    return next((float(value) for value in values if value is not None), torch.finfo(x.dtype).eps)
 
 
 def enter(x: Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from titan_train.models.call import copy_to_try
 from titan_train.models.common.tensor_styles import StyleTable
+from titan_train.parallel.tensor.boundaries import is_rms_norm
 from titan_train.parallel.tensor.plan import plan_tensor_parallel
 from titan_train.parallel.tensor.styles import style_of
 
@@ -44,7 +45,14 @@ def check_tensor_parallel(
     """
     if tp == 1:
         return
-    plan_tensor_parallel(model, tp, table=table, sequence_parallel=sequence_parallel, replicate_kv=replicate_kv)
+    plan = plan_tensor_parallel(model, tp, table=table, sequence_parallel=sequence_parallel, replicate_kv=replicate_kv)
+    for entry in plan.modules:
+        if entry.style in ("heads_norm", "kv_heads_norm") and not is_rms_norm(entry.module):
+            raise ValueError(
+                f"the table says {entry.style} for {entry.fqn}, a {type(entry.module).__name__}: over ranks it would be computed "
+                "as an RMSNorm, weight * x / sqrt(mean(x²) + eps), which it is not. Use an RMSNorm with an attribute eps, or "
+                "'replicated' for all of the attention."
+            )
     if sequence_parallel and seq_len_local % tp:
         near = max(1, round(seq_len_local / tp)) * tp
         raise ValueError(
