@@ -9,7 +9,7 @@ test compares them.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 _CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
 """Float32 logits of one chunk: on a CPU what its caches hold, on a GPU enough rows that adding to W's gradient is hidden."""
@@ -113,47 +113,18 @@ class ExpertsShape:
 
 @dataclass(frozen=True, slots=True)
 class StateSpaceShape:
-    """A Mamba-2 layer."""
-
-    heads: int
-    head_dim: int
-    state: int
-    groups: int
-
-    @property
-    def inner(self) -> int:
-        """Width inside the layer."""
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Channels of all keys, and of all queries."""
-        return self.groups * self.state
-
-    @property
-    def projected(self) -> int:
-        """Columns of the projections in front."""
-        return 2 * self.inner + 2 * self.keys + self.heads
-
-    def parameters(self, dim: int) -> int:
-        """Of the matrices."""
-        return dim * self.projected + self.inner * dim
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaShape:
-    """A gated delta net (arXiv:2412.06464)."""
+    """A Mamba-2 layer, and what every layer with a state has."""
 
     heads: int
     """Value heads, each with a state."""
     key_heads: int
-    """Query and key heads; each serves ``heads / key_heads`` value heads."""
+    """Query and key heads, Mamba-2's groups; each serves ``heads / key_heads`` value heads."""
     head_dim: int
     """Channels of a value head."""
     state: int
     """Channels of a key head: a value head's state is ``state x head_dim``."""
-    taps: int
-    """Tokens that the short convolutions see."""
+    gates: ClassVar[int] = 1
+    """Columns of the projections beside those of values, gates and keys, for each value head."""
 
     @property
     def inner(self) -> int:
@@ -168,12 +139,25 @@ class DeltaShape:
     @property
     def projected(self) -> int:
         """Columns of the projections in front."""
-        return 2 * self.inner + 2 * self.keys + 2 * self.heads
+        return 2 * self.inner + 2 * self.keys + self.gates * self.heads
+
+    def parameters(self, dim: int) -> int:
+        """Of the matrices."""
+        return dim * self.projected + self.inner * dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape(StateSpaceShape):
+    """A gated delta net (arXiv:2412.06464)."""
+
+    taps: int
+    """Tokens that the short convolutions see."""
+    gates: ClassVar[int] = 2
 
     def parameters(self, dim: int) -> int:
         """Of matrices, convolutions, decays and the norm of the result."""
         taps = self.taps * (2 * self.keys + self.inner)
-        return dim * self.projected + self.inner * dim + taps + 2 * self.heads + self.head_dim
+        return StateSpaceShape.parameters(self, dim) + taps + 2 * self.heads + self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +178,7 @@ class Block:
     """Parameters of a DiT block that a token does not meet: its modulation, and the weights of the other stream."""
 
     @property
-    def carried(self) -> StateSpaceShape | DeltaShape | None:
+    def carried(self) -> StateSpaceShape | None:
         """The layer that carries a state from token to token, if it is one."""
         return self.ssm or self.delta
 

@@ -164,7 +164,7 @@ def _attention(read: _Reader, kind: str, dim: int, heads: int) -> AttentionWidth
 def _with_state(read: _Reader, count: int, feed: FeedForwardShape | ExpertsShape, norms: int) -> Block:
     """Blocks whose mixer carries a state; tensor parallelism leaves it whole."""
     if read.fields.get("mamba_n_heads"):
-        sizes = map(read.size, ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups"))
+        sizes = map(read.size, ("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state"))
         return Block(count, None, feed, ssm=StateSpaceShape(*sizes), whole_state=True, norms=norms)
     names = "num_value_heads", "num_key_heads", "value_head_dim", "key_head_dim", "conv_kernel_dim"
     delta = DeltaShape(*(read.size(f"linear_{name}") for name in names))
@@ -187,7 +187,7 @@ def _alone(
         block = Block(parts.count(part), norms=1)
         if part == "linear_attention":
             groups = "mamba_n_groups" if "mamba_n_groups" in read.fields else "n_groups"
-            sizes = map(read.size, ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", groups))
+            sizes = map(read.size, ("mamba_num_heads", groups, "mamba_head_dim", "ssm_state_size"))
             block = replace(block, ssm=StateSpaceShape(*sizes), whole_state=True)
         elif part == "full_attention":
             block = replace(block, attention=attention)

@@ -344,7 +344,7 @@ def _estimated(block: Block, dim: int, setup: Setup, at: RankTokens) -> float:
         kept += _attention(block.attention, dim, inputs, modules)
     if block.ssm is not None:
         s = block.ssm
-        kept += 2.0 * (5 * s.inner + 4 * s.groups * s.state)
+        kept += 2.0 * (5 * s.inner + 4 * s.keys)
     if block.delta is not None:  # the projections' results, the state layer's, the gated product; the rest is run again
         kept += 2.0 * (block.delta.projected + (2 + inputs) * block.delta.inner)
     if isinstance(block.ffn, FeedForwardShape) and "mlp" not in modules and at.tiles == 1:
