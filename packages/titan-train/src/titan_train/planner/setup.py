@@ -172,11 +172,4 @@ class Setup:
 
     def degrees(self) -> dict[str, int]:
         """Degrees by axis, outermost first."""
-        return {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.cp,
-            "tp": self.tp,
-            "ep": self.ep,
-        }
+        return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}

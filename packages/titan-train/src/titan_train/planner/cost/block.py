@@ -86,8 +86,7 @@ def _block_cost(c: Context, block: Block) -> BlockCost:
         _carried(replace(c, setup=c.setup.changed(tp=1)) if block.whole_state else c, block.carried, cost)
     before = cost.forward.get("products", 0.0)
     if isinstance(block.ffn, FeedForwardShape):
-        f = block.ffn
-        _products(c, cost, "products", [(c.dim, (f.matrices - 1) * f.hidden, c.dim), (f.hidden, c.dim, f.hidden)])
+        _feed_forward(c, cost, block.ffn.matrices, block.ffn.hidden)
     elif isinstance(block.ffn, ExpertsShape):
         _experts(c, block.ffn, cost)
     _pointwise(c, block, cost)
@@ -99,7 +98,7 @@ def _block_cost(c: Context, block: Block) -> BlockCost:
     return cost
 
 
-def _carried(c: Context, s: StateSpaceShape | DeltaShape, cost: BlockCost) -> None:
+def _carried(c: Context, s: StateSpaceShape, cost: BlockCost) -> None:
     """A layer with a state: over context ranks one all-gather of a map and a state of each head, for each cut document."""
     _products(c, cost, "products", [(c.dim, s.projected, c.dim), (s.inner, c.dim, s.inner)])
     scan = _SCAN_OPERATIONS * c.setup.tokens * s.inner * s.state / c.setup.tp / c.machine.vector
@@ -109,6 +108,10 @@ def _carried(c: Context, s: StateSpaceShape | DeltaShape, cost: BlockCost) -> No
         sent = 2 * 4.0 * s.heads * (of_map + s.state * s.head_dim) / c.setup.tp  # zig-zag: two pieces a rank
         gather = gather_seconds(sent * c.setup.cp, c.cp) + c.cp.latency_s
         cost.add("cp", gather, gather)
+
+
+def _feed_forward(c: Context, cost: BlockCost, matrices: int, hidden: int) -> None:
+    _products(c, cost, "products", [(c.dim, (matrices - 1) * hidden, c.dim), (hidden, c.dim, hidden)])
 
 
 def _products(c: Context, cost: BlockCost, operator: str, shapes: list[tuple[int, int, int]]) -> None:
@@ -227,14 +230,9 @@ def _experts(c: Context, e: ExpertsShape, cost: BlockCost) -> None:
     routed = tokens * e.per_token * setup.imbalance
     rows = max(1.0, routed / local)
     scale = constants.expert_scale
-    part = DeviceRates(
-        c.rates.products * rows / (rows + constants.expert_rows),
-        c.rates.plain * rows / (rows + constants.expert_rows),
-        c.rates.attention,
-        c.rates.stream,
-        c.rates.operand_bytes,
-        c.rates.cast_bytes,
-    )
+    full = rows + constants.expert_rows
+    # no table has grouped products
+    part = replace(c.rates, products=c.rates.products * rows / full, plain=c.rates.plain * rows / full, tables=None)
     up = product_seconds(part, rows, width, (e.matrices - 1) * e.hidden)
     down = product_seconds(part, rows, e.hidden, width)
     accumulate = (8.0 if setup.sharding == "zero1" else setup.element) * e.matrices * width * e.hidden / c.rates.stream
@@ -252,13 +250,7 @@ def _experts(c: Context, e: ExpertsShape, cost: BlockCost) -> None:
     )
     last = {"experts": scale * local * (down + cast_seconds(c.rates, rows * e.hidden))}
     if e.shared_hidden:
-        shared = FeedForwardShape(e.shared_hidden, e.gated)
-        _products(
-            c,
-            cost,
-            "products",
-            [(c.dim, (shared.matrices - 1) * shared.hidden, c.dim), (shared.hidden, c.dim, shared.hidden)],
-        )
+        _feed_forward(c, cost, e.matrices, e.shared_hidden)
     if e.latent_dim:
         _products(c, cost, "products", [(c.dim, e.latent_dim, c.dim), (e.latent_dim, c.dim, e.latent_dim)])
     if setup.ep > 1:

@@ -215,11 +215,10 @@ def _pipeline(c: Context, load: float, even: float) -> tuple[float, float]:
 
 def _window(shape: ModelShape, costs: list[BlockCost], head: float) -> tuple[float, float]:
     """Seconds of forward and of backward of one microbatch through all blocks."""
-    forward = sum(b.count * sum(x.forward.values()) for b, x in zip(shape.blocks, costs, strict=True))
-    backward = sum(
-        b.count * (sum(x.backward.values()) + sum(x.recompute.values()))
-        for b, x in zip(shape.blocks, costs, strict=True)
-    )
+    forward = backward = 0.0
+    for block, cost in zip(shape.blocks, costs, strict=True):
+        forward += block.count * sum(cost.forward.values())
+        backward += block.count * (sum(cost.backward.values()) + sum(cost.recompute.values()))
     return forward + head / 3, backward + 2 * head / 3
 
 
