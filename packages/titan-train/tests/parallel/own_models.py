@@ -53,6 +53,22 @@ class Plain(nn.Module):
         return self.unembed(self.final(x))
 
 
+class Functional(Plain):
+    """Reads the weight of a part of it outside of that part's forward, or before it."""
+
+    def __init__(self, vocab_size, before=False):
+        super().__init__(vocab_size)
+        self.before = before
+        del self.unembed
+
+    def forward(self, tokens):
+        places = self.places.weight[: tokens.shape[1]] if self.before else self.places(torch.arange(tokens.shape[1]))
+        x = self.words(tokens) + places
+        for unit in self.units:
+            x = unit(x.to(self.words.weight.dtype))
+        return F.linear(self.final(x), self.words.weight)
+
+
 class Wrapped(nn.Module):
     """Names parts of parts as units of FSDP, and some that it does not have."""
 

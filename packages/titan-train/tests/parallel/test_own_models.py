@@ -92,6 +92,22 @@ def test_ranks_that_use_other_parts_of_a_block_train_as_one_process(folder, mode
     assert not failures(compare(one, two), float8=False)
 
 
+def test_a_weight_that_is_read_outside_of_its_module_is_refused_with_what_works(folder):
+    """FSDP gathers it for that module's forward: the first step failed."""
+    kept = {"reshard_overrides": {"words": "never"}}
+    for args, parallel, words in (
+        ({}, {}, r"""'words\.weight' is read .*reshard_overrides={"words" = "never"}"""),
+        ({"before": True}, kept, r"'places\.weight' is read .* a parameter of the module that reads it"),
+    ):
+        with pytest.raises(Exception, match=words):
+            run_ranks(run, 2, folder, "functional", sections(args, parallel, name="Functional"), steps=1)
+    (one,), two = (
+        run_ranks(run, ranks, folder, "functional", sections({}, parallel, name="Functional"), init=ranks > 1)
+        for ranks, parallel in ((1, {}), (2, kept))
+    )
+    assert not failures(compare(one, two), float8=False)
+
+
 def test_parts_of_parts_may_be_named_as_units(folder, tmp_path):
     use_code([str(Path(__file__).parent)])
     tree = composition.tree(folder, "units", sections({}, more={"train": {"dtype": "bf16"}}, name="Wrapped"))

@@ -130,3 +130,35 @@ def test_dense_feed_forwards_of_transformers_are_tiled_and_nothing_that_mixes_to
         losses.append(model(tokens).logsumexp(-1).mean())
         losses[-1].backward()
     assert float((losses[0] - losses[1]).detach().abs()) < 1e-6
+
+
+class Gated(nn.Module):
+    """Takes more than hidden states: something of each token, and something of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, hidden, gate, mask, *, bias=None, scale=1.0):
+        return self.down(torch.relu(self.up(hidden)) * gate * mask[..., None] + bias) * scale
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_feed_forward_with_more_arguments_is_given_those_of_its_tokens(by_name):
+    torch.manual_seed(0)
+    module, x, gate, mask, bias = (
+        Gated(),
+        torch.randn(2, 7, 8),
+        torch.randn(2, 7, 24),
+        torch.randn(2, 7),
+        torch.randn(24),
+    )
+    holder = nn.Module()
+    holder.add_module("mlp", module)
+    holder.token_wise = ("mlp",)
+    call = {"hidden": x, "gate": gate, "mask": mask}
+    want = module(**call, bias=bias, scale=2.0)
+    apply_activation_checkpointing(holder, [], ActivationsConfig(mlp_tiles=3))
+    found = module(*([] if by_name else call.values()), **(call if by_name else {}), bias=bias, scale=2.0)
+    torch.testing.assert_close(found, want)
+    found.square().sum().backward()

@@ -24,6 +24,7 @@ from titan_train.parallel.expert.apply import check_expert_parallel
 from titan_train.parallel.float8 import check_float8, convert_to_float8
 from titan_train.parallel.head_loss import fuse_head_loss
 from titan_train.parallel.layout.batch import BatchPlan, tokens_at_once
+from titan_train.parallel.outside_reads import check_reads
 from titan_train.parallel.qk_clip import check_qk_clip
 from titan_train.parallel.stages import check_stages
 from titan_train.parallel.tensor.checks import check_between, check_dropout, check_tensor_parallel
@@ -79,6 +80,7 @@ def check_model(
     own_text = ":" in config.model.name and "cu_seqlens" in task.keywords
     if own_text:
         _try_own_forward(config, model, vocab_size, own_loss=own_loss)
+        check_reads(config, layout, model)
     _probe(config, layout, model, task)
     if spec.tp > 1:
         table = merge_tables(model, table_for(model), parallel.tp_plan)

@@ -58,11 +58,25 @@ def check_tiles(model: nn.Module, config: ActivationsConfig) -> None:
 
 
 def _tile(module: nn.Module, tiles: int) -> None:
-    def forward(inner: Callable[..., Tensor], x: Any) -> Tensor:
+    def forward(inner: Callable[..., Tensor], *args: Any, **keywords: Any) -> Tensor:
         run = functools.partial(checkpoint, inner, use_reentrant=False) if torch.is_grad_enabled() else inner
-        return torch.cat([run(tile) for tile in split_tokens(x, tiles)], dim=-2)
+        given = [*args, *keywords.values()]
+        tokens = getattr(given[0], "x", given[0]).shape[:-1]
+        parts = zip(*(_of_tiles(value, tokens, tiles) for value in given), strict=True)
+        first = len(args)
+        outs = [run(*part[:first], **dict(zip(keywords, part[first:], strict=True))) for part in parts]
+        return torch.cat(outs, dim=-2)
 
     wrap_forward(module, forward)
+
+
+def _of_tiles(value: Any, tokens: torch.Size, tiles: int) -> list[Any]:
+    """An argument for each tile: parts of what has something for each token, ``[..., S, d]`` or ``[..., S]``; or all of it."""
+    shape = getattr(getattr(value, "x", value), "shape", None)
+    if shape is not None and shape[:-1] == tokens:
+        return split_tokens(value, tiles)
+    size = -(-tokens[-1] // tiles)
+    return list(value.split(size, dim=-1)) if shape == tokens else [value] * -(-tokens[-1] // size)
 
 
 def split_tokens(x: Any, tiles: int) -> list[Any]:
