@@ -36,7 +36,7 @@ def fsdp_policy(
         unused: Some parameters may get no gradient, or not from every rank. A torch whose FSDP cannot be told is not.
     """
     parallel = config.parallel
-    by_hook = mode == "ddp" and parallel.compress != "none"  # then DistributedDataParallel reduces
+    hook = parallel.compress if mode == "ddp" and parallel.compress != "none" else None  # of DistributedDataParallel
     units = traits_of(part).fsdp_units if mode != "ddp" else ()
     names = [name for name in named_modules(part) if name] if units else []
     whole = dict.fromkeys(name for unit in units for name in expand(unit, names))  # a pipeline stage may lack some
@@ -53,13 +53,13 @@ def fsdp_policy(
         grad_divide="sum",
         comm=fsdp.Comm(
             reduce_scatter="bf16" if parallel.compress == "bf16" and mode != "ddp" else "native",
-            ddp_hook=parallel.compress if by_hook else None,
+            ddp_hook=hook,
             reduce_scatter_group=parallel.reduce_scatter_group,
             reduce_scatter_buffers=parallel.reduce_scatter_buffers,
             symmetric_memory=parallel.symmetric_memory,
         ),
         pp=parallel.pp > 1,
-        unused_parameters=unused and (by_hook or has_method("set_reduce_scatter_unused_params")),
+        unused_parameters=unused and (hook is not None or has_method("set_reduce_scatter_unused_params")),
     )
 
 
