@@ -121,7 +121,7 @@ def test_a_schedule_from_a_file_counts_as_it_is_simulated(tmp_path) -> None:
     file.write_text(build_schedule("zbv", 4, 8).to_json())
     assert schedule_cost(str(file), 4, 2, 8).bubble == pytest.approx(schedule_cost("zbv", 4, 2, 8).bubble)
     assert schedule_cost(str(file), 4, 2, 8).on_a_v
-    with pytest.raises(ValueError, match="is for 4 ranks and 8 microbatches; this layout has 4 and 16"):
+    with pytest.raises(ValueError, match=r"is for 4 ranks and 8 microbatches; this run has parallel\.pp=4 and 16"):
         schedule_cost(str(file), 4, 2, 16)
     with pytest.raises(ValueError, match="neither a family"):
         schedule_cost("1f2b", 4, 1, 8)

@@ -7,11 +7,11 @@ a third each.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
-from titan_pipeline import FAMILIES, build_schedule, find_family, simulate, verify
-from titan_pipeline.ir.schedule import Schedule
+from titan_pipeline import Schedule, find_family, simulate, verify
 
+from titan_train.config import PipelineConfig
+from titan_train.parallel.layout.run import plan_schedule
 from titan_train.planner.setup import ON_A_V
 
 SEARCHED = (
@@ -19,12 +19,10 @@ SEARCHED = (
     "gpipe", "looped_bfs",
 )  # fmt: skip
 """Families of the search, the plainest first. zb_auto is left out: it needs measured times and a memory limit."""
-_SPLIT = frozenset({"zb_h1", "zb_h2", "zb_auto", "interleaved_zb", "zbv", "v_half", "v_min", "dualpipe_v"})
 _FULL = frozenset({"dualpipe_v", "zb_h2"})
 """Families that need two microbatches a rank, or are another schedule with fewer."""
 _HELD = 0.43
 """Of what a microbatch keeps, the part that waits from its input gradient to its weight gradient: titan-pipeline's default."""
-_INTERLEAVED = frozenset({"interleaved_1f1b", "interleaved_zb", "looped_bfs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +58,7 @@ def schedules_for(p: int, m: int, layers: int, stages: tuple[int, ...]) -> tuple
     """
     legal: list[tuple[str, int, ScheduleCost]] = []
     for name in SEARCHED:
-        if (name == "zbv" and p < m < 2 * p) or (name in _INTERLEAVED and m % p) or (name in _FULL and m < 2 * p):
-            continue
-        for v in stages if name in _INTERLEAVED else (stages_of(name),):
+        for v in dict.fromkeys(stages_of(name, v) for v in stages) if _fills(name, p, m) else ():
             if p * v <= layers:
                 legal.append((name, v, schedule_cost(name, p, v, m)))
     kept: list[tuple[str, int, ScheduleCost]] = []
@@ -89,16 +85,18 @@ def schedule_cost(name: str, p: int, v: int, m: int) -> ScheduleCost:
     Raises:
         ValueError: Neither a family nor a file, or it cannot serve these numbers.
     """
-    if (
-        (name == "zbv" and p < m < 2 * p)
-        or (name in _INTERLEAVED and m % p)
-        or (name in _FULL and m < 2 * p)
-        or name not in (*SEARCHED, "zb_auto")
-        or m < p
-    ):
+    family = find_family(name)
+    if family is None or name not in (*SEARCHED, "zb_auto") or m < p or not _fills(name, p, m):
         return _simulated(name, p, v, m)
     bubble, first, last = _closed_form(name, p, v, m)
-    return ScheduleCost(bubble, min(float(m), first), min(float(m), last), name in _SPLIT, name in ON_A_V)
+    return ScheduleCost(bubble, min(float(m), first), min(float(m), last), family.splits_backward, name in ON_A_V)
+
+
+def _fills(name: str, p: int, m: int) -> bool:
+    """Whether so many microbatches fill the ranks as the family's form has it."""
+    if name == "zbv" and p < m < 2 * p:
+        return False
+    return m >= 2 * p if name in _FULL else stages_of(name, 0) > 0 or m % p == 0
 
 
 def _closed_form(name: str, p: int, v: int, m: int) -> tuple[float, float, float]:
@@ -143,19 +141,6 @@ def schedule_of(name: str, p: int, v: int, m: int) -> Schedule:
     """The schedule of a family, or of a file, for ``p`` ranks of ``v`` stages and ``m`` microbatches.
 
     Raises:
-        ValueError: There is neither a family nor a file of this name, or it is for other numbers.
+        ValueError: As `plan_schedule`.
     """
-    family = find_family(name)
-    if family is not None:
-        low, high = family.chunks
-        return build_schedule(name, p, m, num_chunks=v if high is None or low <= v <= high else None)
-    if Path(name).is_file():
-        text = Path(name).read_text()
-        schedule = Schedule.from_text(text) if text.lstrip().startswith("#") else Schedule.from_json(text)
-        if (schedule.num_ranks, schedule.num_microbatches) != (p, m):
-            raise ValueError(
-                f"pipeline.schedule={name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches; "
-                f"this layout has {p} and {m}. Write one for these numbers with `titan-pipeline solve`."
-            )
-        return schedule
-    raise ValueError(f"pipeline.schedule={name!r} is neither a family ({', '.join(FAMILIES)}) nor a file here.")
+    return plan_schedule(PipelineConfig(schedule=name, stages_per_rank=stages_of(name, v)), pp=p, microbatches=m)
