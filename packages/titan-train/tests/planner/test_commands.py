@@ -239,7 +239,7 @@ def test_a_layout_that_does_not_fit_as_rehearsed_leaves_every_list_and_the_next_
 ) -> None:
     asked = []
 
-    def rehearse(config, devices, counted, folder):
+    def rehearse(config, devices, counted, folder, vocab_size):
         asked.append(config)
         peak = 2**50 if len(asked) == 1 else 2**30
         return [SimpleNamespace(peak=peak, left_out="")]

@@ -8,15 +8,9 @@ import pytest
 import tomli_w
 from titan_train.config import load_config, parse_config
 from titan_train.planner import estimate, load_machine
-from titan_train.planner.calibrate.runs import (
-    calibrate,
-    described,
-    described_run,
-    load_constants,
-    read_run,
-    save_constants,
-)
-from titan_train.planner.cost.constants import prior
+from titan_train.planner.calibrate.runs import calibrate, read_run
+from titan_train.planner.cost.constants import load_constants, prior, save_constants
+from titan_train.planner.documents import described, described_run
 from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import setup_of_config
 from titan_train.run_folder import read_config

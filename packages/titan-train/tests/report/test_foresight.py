@@ -8,8 +8,7 @@ import pytest
 import tomli_w
 from titan_train.config import parse_config
 from titan_train.planner import estimate, load_machine
-from titan_train.planner.calibrate.runs import load_constants, save_constants
-from titan_train.planner.cost.constants import prior
+from titan_train.planner.cost.constants import load_constants, prior, save_constants
 from titan_train.planner.hardware.machine import machine_of_device
 from titan_train.planner.shapes import shape_of_config
 from titan_train.planner.translate import setup_of_config

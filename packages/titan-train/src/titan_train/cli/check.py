@@ -128,8 +128,10 @@ def _on_devices(config: Config, devices: int | None) -> tuple[Config, int]:
 
 def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int:
     """Time by term, memory by use, tokens per second with an interval. No torch: under a second."""
+    from titan_train.models.hf.folder import PREFIX
     from titan_train.planner.calibrate.defaults import constants_for
-    from titan_train.planner.calibrate.runs import described, load_constants
+    from titan_train.planner.cost.constants import load_constants
+    from titan_train.planner.documents import described
     from titan_train.planner.estimate import estimate
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.refuse import refuse_setup
@@ -139,6 +141,10 @@ def _predict(arguments: argparse.Namespace, config: Config, devices: int) -> int
 
     machine = load_machine(arguments.hardware)
     shape, setup, work = described(config, devices)
+    if config.model.name.startswith(PREFIX):
+        from titan_train.planner.memory.folder import of_folder
+
+        shape = of_folder(shape, config.model.name, config.model.args)
     constants = (
         load_constants(arguments.constants) if arguments.constants else constants_for(machine, setup, routed=shape.moe)
     )
@@ -283,6 +289,8 @@ def _by_module(config: Config, plan: "RunPlan", devices: int, *, closed_form: bo
         lines.append(_group_lines(config, model))
     if config.float8.recipe != "none":
         lines.append(_float8_lines(config, model, tokens_at_once(batch, config, layout)))
+    if config.parallel.keep_fp32 and config.train.dtype != "fp32":
+        lines.append("note     parallel.keep_fp32: what these modules save for backward is counted in bf16, half of it")
     held = None
     if schedule is not None:
         layers = stage_layers(config, model, schedule)

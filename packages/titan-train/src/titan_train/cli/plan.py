@@ -114,7 +114,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     nproc, notes = min(request.machine.domain, 8), list[str]()
     if arguments.rehearse and trained:
         notes = rehearse_first(
-            ranking, arguments.rehearse, partial(config_toml, request.shape.name, nproc=nproc, base=base)
+            ranking,
+            arguments.rehearse,
+            partial(config_toml, request.shape.name, nproc=nproc, base=base),
+            own_tokenizer=bool(base),
         )
         if not ranking.best:
             print("\n".join(notes))
@@ -163,8 +166,16 @@ def _chosen(ranking: "Ranking", shown: int, *numbers: int) -> "list[StepEstimate
     return [ranking.best[number - 1] for number in numbers]
 
 
-def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], str]") -> list[str]:
+def rehearse_first(
+    ranking: "Ranking", count: int, written: "Callable[[Setup], str]", *, own_tokenizer: bool
+) -> list[str]:
     """Rehearse the first setups of a ranking; one that a run refuses, or has no memory for, leaves the list.
+
+    Args:
+        ranking: The outcome of the search.
+        count: Setups.
+        written: The configuration of a setup, as text.
+        own_tokenizer: Its tokenizer is the model's, not one that is to be replaced.
 
     Returns:
         Lines on it, a reason to refuse once.
@@ -172,6 +183,7 @@ def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], s
     from titan_train.config import load_config
     from titan_train.planner.memory.folder import shape_of_folder
     from titan_train.planner.memory.ranks import rehearse
+    from titan_train.planner.shapes import vocabulary_of
     from titan_train.terminal import clean_console
 
     lines, counted = list[str](), dict[str, tuple[int, str]]()
@@ -191,7 +203,8 @@ def rehearse_first(ranking: "Ranking", count: int, written: "Callable[[Setup], s
             file.write_text(written(e.setup))
             try:
                 config = load_config(str(file))
-                ranks = rehearse(config, e.setup.world_size, counted, shape_of_folder(config))
+                vocab_size = vocabulary_of(config) if own_tokenizer else None
+                ranks = rehearse(config, e.setup.world_size, counted, shape_of_folder(config), vocab_size)
             except ValueError as err:
                 refused.setdefault(str(err), []).append(e.setup.describe())
                 leave_out(e.setup)
@@ -245,7 +258,7 @@ def build_request(arguments: argparse.Namespace) -> "PlanRequest":
     """The search that the words ask for."""
     from titan_train.config import list_configs, load_config
     from titan_train.models.hf.folder import PREFIX
-    from titan_train.planner.calibrate.runs import load_constants
+    from titan_train.planner.cost.constants import load_constants
     from titan_train.planner.hardware.machine import load_machine
     from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Precision
@@ -348,7 +361,8 @@ def calibrate(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
 
     import statistics
 
-    from titan_train.planner.calibrate.runs import RUN_CONSTANTS, calibrate, held_out, read_run, save_constants
+    from titan_train.planner.calibrate.runs import RUN_CONSTANTS, calibrate, held_out, read_run
+    from titan_train.planner.cost.constants import save_constants
     from titan_train.planner.hardware.machine import load_machine
 
     machine = load_machine(arguments.hardware)

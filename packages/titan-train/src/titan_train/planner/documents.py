@@ -1,17 +1,25 @@
-"""The documents of a run's first steps, from the prepared corpus: how much attention they ask for, and how evenly.
+"""A configuration or a run as the planner sees it: its shape, its setup, and the documents of its first steps.
+
+The documents, of the prepared corpus, tell how much attention they ask for, and how evenly.
 
 Rows hold whole documents or parts of them, and attention stays inside each. So it does less than a row of one document would;
 and ranks wait, in every micro-batch, for those whose rows hold the longest document.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 from titan_train.config import Config
+from titan_train.models.shape import ModelShape
+from titan_train.observe import read_run_info
 from titan_train.planner.setup import Setup
+from titan_train.planner.shapes import shape_of_config, vocabulary_of
+from titan_train.planner.translate import setup_of_config
+from titan_train.run_folder import read_config
 
 _ROWS = 2048
 """Of which the documents are read, at least one step."""
@@ -71,6 +79,48 @@ class DocumentWork:
         if self.dynamic is not None:
             lines.append(f"with context.dynamic = true: {self.dynamic:.2f} times")
         return "\n".join(lines)
+
+
+def described(config: Config, ranks: int) -> tuple[ModelShape, Setup, DocumentWork | None]:
+    """The shape and the setup of a configuration, and the work of its documents where they are prepared, which the setup counts.
+
+    The vocabulary is the tokenizer's where it is known. A folder's shape is that of its ``config.json``: what its own module
+    keeps is added by `titan_train.planner.memory.folder.of_folder`, which takes torch.
+
+    Raises:
+        ValueError: The planner does not know the model, or so many ranks cannot share its layout.
+    """
+    shape, setup = shape_of_config(config, vocab_size=vocabulary_of(config)), setup_of_config(config, ranks)
+    if work := document_work(config, setup):
+        setup = setup.changed(attention_share=work.attention_share(dynamic=config.context.dynamic))
+    return shape, setup, work
+
+
+def described_run(folder: Path, ranks: int = 0) -> tuple[ModelShape, Setup]:
+    """The shape and the setup of a run, as `described`, with as many parameters as it had.
+
+    Args:
+        folder: The run's folder.
+        ranks: Number of ranks where run.json does not state it.
+
+    Raises:
+        ValueError: The folder holds no configuration, or the planner does not know its model or its layout.
+    """
+    config, info = read_config(folder), read_run_info(folder)
+    stated, parameters = info.get("world_size"), info.get("parameters")
+    ranks = stated if isinstance(stated, int) and stated > 0 else ranks
+    if ranks < 1:
+        raise ValueError(f"{folder} does not say on how many ranks it ran: run.json has no world_size.")
+    shape, setup, _ = described(config, ranks)
+    return with_parameters(shape, parameters if isinstance(parameters, int) else 0), setup
+
+
+def with_parameters(shape: ModelShape, parameters: int) -> ModelShape:
+    """The shape with the vocabulary that gives ``parameters``: a run's tokenizer sets it. 0 keeps the shape."""
+    if not parameters or parameters == shape.parameters():
+        return shape
+    rest = replace(shape, vocab=0).parameters()
+    return replace(shape, vocab=(parameters - rest) // (shape.dim * (1 if shape.tied else 2)))
 
 
 def document_work(config: Config, setup: Setup) -> DocumentWork | None:

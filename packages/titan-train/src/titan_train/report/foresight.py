@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_train.planner.calibrate.defaults import constants_for
-from titan_train.planner.calibrate.runs import described_run, load_constants
+from titan_train.planner.cost.constants import load_constants
 from titan_train.planner.cost.step import TERMS
+from titan_train.planner.documents import described_run
 from titan_train.planner.estimate import StepEstimate, estimate
 from titan_train.planner.hardware.machine import Machine, load_machine, machine_of_device
 from titan_train.report.folder import RunFolder

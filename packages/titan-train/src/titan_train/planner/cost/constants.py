@@ -4,9 +4,21 @@ Every value is a prior from public measurements of single kernels, unless a fitt
 (`titan_train.planner.calibrate`). The priors' sources are in ``SOURCES``.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
+import tomli_w
+
+from titan_train.files import read_toml
 from titan_train.planner.setup import Stack
+
+_RATES = {
+    "matmul", "matmul8", "matmul4", "attention", "attention_backward", "bandwidth", "local", "network", "exchange",
+    "exchange_fused", "expert_rows", "context", "software",
+}  # fmt: skip
+"""Constants that times are divided by."""
+_MOST_SPREAD = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,3 +124,31 @@ _STACKS: dict[str, Constants] = {
 def prior(stack: Stack) -> Constants:
     """The uncalibrated set of a software stack."""
     return _STACKS[stack]
+
+
+def save_constants(constants: Constants, path: Path) -> None:
+    """Write a set."""
+    path.write_bytes(tomli_w.dumps(asdict(constants)).encode())
+
+
+def load_constants(path: str | Path) -> Constants:
+    """Read a set.
+
+    Raises:
+        ValueError: Missing file, unknown constant or a value that nothing can have.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"no constants file {str(path)!r}: write one with titan-train plan calibrate.")
+    table = read_toml(file)
+    unknown = set(table) - {f.name for f in fields(Constants)}
+    if unknown:
+        raise ValueError(f"{path} has unknown constants {', '.join(sorted(unknown))}.")
+    for name, value in table.items():
+        wanted = str if name == "source" else (int, float)
+        if not isinstance(value, wanted) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{path}: {name} = {value!r} is not a {'text' if name == 'source' else 'finite number'}.")
+        least, most = 1e-9 if name in _RATES else 0.0, _MOST_SPREAD if name == "spread" else 1e9
+        if isinstance(value, int | float) and not least <= value <= most:
+            raise ValueError(f"{path}: {name} = {value!r} must be a number from {least:g} to {most:g}.")
+    return Constants(**table)

@@ -60,7 +60,6 @@ from titan_train.planner.memory.rehearsed import (
     rehearse_activation_checkpointing,
 )
 from titan_train.planner.setup import Setup
-from titan_train.planner.shapes import vocabulary_of
 from titan_train.planner.translate import setup_of_config
 from titan_train.task import load_task, task_name
 
@@ -70,6 +69,7 @@ def rehearse(
     devices: int,
     counted: dict[str, tuple[int, str]] | None = None,
     folder: ModelShape | None = None,
+    vocab_size: int | None = None,
 ) -> list[RankEstimate]:
     """Build each pipeline rank's program as it will run, run a micro-batch of it on fake tensors, and count.
 
@@ -79,12 +79,13 @@ def rehearse(
         counted: What earlier calls counted, by program: setups that differ in data parallelism alone share it. Filled.
         folder: The shape of a Hugging Face folder's model (`titan_train.planner.memory.folder.shape_of_folder`): what blocks and
             the loss work in. Without it they are left out.
+        vocab_size: The tokenizer's; None keeps the model's own.
 
     Raises:
         ValueError: The layout, the batch or the model cannot run on so many devices: what a run refuses.
     """
     plan = plan_run(config, devices)
-    model = build_model(config.model, vocab_size=vocabulary_of(config))
+    model = build_model(config.model, vocab_size=vocab_size)
     freeze(model, config.train.freeze)
     hold_weights(model, config.optimizer.weights)
     check_model(config, plan.layout, plan.batch, model)
@@ -216,8 +217,7 @@ class RankProgram:
             stays = sum(
                 u.gather_bytes * (not again) + u.reduce_numel * u.reduce_dtype.itemsize * added_up for u in plan.units
             )
-        in_stages: fsdp.Accumulate = "unsharded" if again else "zero1"
-        once = in_stages if spec.pp > 1 else config.parallel.accumulate
+        once: fsdp.Accumulate = config.parallel.accumulate if spec.pp == 1 else "unsharded" if again else "zero1"
         meshes = {unit.mesh for unit in plan.units} if self.mode != "none" else ()
         wrapper = {m: plan.collectives(self.batch.accumulation, once, mesh=m) or fsdp.Collectives() for m in meshes}
         return _Stage(count, estimate, activations, ends, wrapper, stays, left_out)
