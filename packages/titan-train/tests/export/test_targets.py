@@ -30,6 +30,7 @@ from titan_train.models import build_model
 from titan_train.models.registry import families
 from titan_train.run_folder import read_config
 from titan_train.serve.folder import load_served
+from titan_train.tokenizers import ByteTokenizer
 
 DENSE = {
     "llama3_debug": {"rope_factor": 8.0, "rope_original_seq_len": 16},
@@ -206,6 +207,8 @@ def test_onnx_computes_what_the_run_computes(name: str, folder: Path, tmp_path: 
         assert got is not None
         assert (want - got).abs().max() <= 1e-5 * want.abs().max()
     padded_rows_continue_as_alone(loaded, ours)
+    if begun:  # a tokenizer that also ends texts must not end the prompt
+        end_texts(tmp_path / "model" / "tokenizer.json")
     example = [sys.executable, tmp_path / "model" / "generate.py", "def f("]
     written = subprocess.run(
         example, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -217,6 +220,24 @@ def test_onnx_computes_what_the_run_computes(name: str, folder: Path, tmp_path: 
     if name == "gpt_debug":
         with pytest.raises(ValueError, match="600 positions are needed, but the model has learned 512"):
             loaded.logits(torch.zeros(1, 600, dtype=torch.int64))
+
+
+def end_texts(file: Path) -> None:
+    """Make a ``tokenizer.json`` put a special token behind a text too."""
+    content = json.loads(file.read_text())
+    begins = content["post_processor"]
+    begins["single"].append({"SpecialToken": {"id": "<eos>", "type_id": 0}})
+    begins["special_tokens"]["<eos>"] = {"id": "<eos>", "ids": [257], "tokens": ["<eos>"]}
+    file.write_text(json.dumps(content))
+
+
+def test_a_run_that_asked_for_a_first_token_that_its_tokenizer_lacks_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = trained(folder, "gpt_debug", data={"add_bos": True})
+    assert load_run(run_dir, device="meta").begin_ids == (256,)
+    monkeypatch.setattr(ByteTokenizer, "bos_id", None)  # as a run of prepared tokens may have one
+    assert load_run(run_dir, device="meta").begin_ids == ()
 
 
 def answers_as_the_run(folder: Path, run) -> None:

@@ -74,9 +74,7 @@ def write_hf(
     write_json(folder / "generation_config.json", generation_config(run))
     if _published_length(run) > run.config.model.seq_len:
         write_json(folder / DESCRIPTION, {"seq_len": run.config.model.seq_len})  # of the training, for `eval`
-    write_tokenizer_files(
-        folder, run.tokenizer, run.config.model.seq_len, run.template, add_bos=run.config.data.add_bos
-    )
+    write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template, add_bos=bool(run.begin_ids))
     if isinstance(args, EncoderArgs):
         for name, content in processor_files(run.tokenizer, args, run.config.vision).items():
             write_json(folder / name, content)

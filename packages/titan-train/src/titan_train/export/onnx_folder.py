@@ -19,7 +19,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ here = Path(__file__).parent
 tokenizer = tokenizers.Tokenizer.from_file(str(here / "tokenizer.json"))
 session = onnxruntime.InferenceSession(str(here / "model.onnx"), providers=["CPUExecutionProvider"])
 past = {x.name: np.zeros((1, x.shape[1], 0, x.shape[3]), np.float32) for x in session.get_inputs()[3:]}
-ids = new = tokenizer.encode(sys.argv[1]).ids
+ids = new = BEGIN + tokenizer.encode(sys.argv[1], add_special_tokens=False).ids
 for _ in range(40):
     fed = {"input_ids": [new], "attention_mask": [[1] * len(ids)], "position_ids": [list(range(len(ids)))[-len(new):]]}
     logits, *present = session.run(None, {name: np.array(x, np.int64) for name, x in fed.items()} | past)
@@ -66,7 +66,7 @@ here = Path(__file__).parent
 most = json.loads((here / "export.json").read_text())["max_positions"]
 tokenizer = tokenizers.Tokenizer.from_file(str(here / "tokenizer.json"))
 session = onnxruntime.InferenceSession(str(here / "model.onnx"), providers=["CPUExecutionProvider"])
-ids = tokenizer.encode(sys.argv[1]).ids
+ids = BEGIN + tokenizer.encode(sys.argv[1], add_special_tokens=False).ids
 for _ in range(40):
     (logits,) = session.run(None, {"input_ids": np.array([ids[-most:]], np.int64)})
     ids.append(int(logits[0, -1].argmax()))
@@ -75,7 +75,7 @@ print(tokenizer.decode(ids))
 _LARGEST_FILE = 1_900_000_000
 
 
-def write_onnx(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> None:
+def write_onnx(folder: Path, model: nn.Module, *, step: int, seq_len: int, begin_ids: Sequence[int] = ()) -> None:
     """Write the graph into a new folder.
 
     Args:
@@ -83,6 +83,7 @@ def write_onnx(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> No
         model: Taken over.
         step: The checkpoint's.
         seq_len: The length that the model was trained on, which limits one without a cache.
+        begin_ids: What documents of the run begin with, and so the text of ``generate.py``.
 
     Raises:
         ValueError: onnx or onnxscript is not installed, or the model cannot be traced.
@@ -91,6 +92,7 @@ def write_onnx(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> No
         require(library, extra="onnx", purpose="--to onnx")
     if not supports_cache(model):
         _write_without_cache(folder, model.eval(), step=step, seq_len=seq_len)
+        _write_example(folder, _EXAMPLE_WITHOUT_CACHE, begin_ids)
         return
     limit = traits_of(model).max_seq_len
     stepped = GrowingModel(model).eval()
@@ -113,7 +115,12 @@ def write_onnx(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> No
         )
     program.model.graph.inputs[1].shape[1] = "total_sequence_length"
     _save(folder, program, stepped, stepped.shape, max_positions=limit, seq_len=seq_len, step=step)
-    write_atomic(folder / "generate.py", _EXAMPLE)
+    _write_example(folder, _EXAMPLE, begin_ids)
+
+
+def _write_example(folder: Path, example: str, begin_ids: Sequence[int]) -> None:
+    begin = f"{list(begin_ids)} + " if begin_ids else ""
+    write_atomic(folder / "generate.py", example.replace("BEGIN + ", begin))
 
 
 def _write_without_cache(folder: Path, model: nn.Module, *, step: int, seq_len: int) -> None:
@@ -139,7 +146,6 @@ def _write_without_cache(folder: Path, model: nn.Module, *, step: int, seq_len: 
             "on values or on one length, or export it with --to dcp."
         ) from err
     _save(folder, program, model, CacheShape(0, 0, 0, 0), max_positions=most, seq_len=seq_len, step=step)
-    write_atomic(folder / "generate.py", _EXAMPLE_WITHOUT_CACHE)
 
 
 def _save(

@@ -232,7 +232,7 @@ def _write_hf(folder: Path, job: Job, group: dist.ProcessGroup | None = None) ->
 
 
 def _write(target: Target, folder: Path, job: Job) -> None:
-    run, add_bos = job.run, job.run.config.data.add_bos
+    run, add_bos = job.run, bool(job.run.begin_ids)
     if target == "hf":
         _write_hf(folder, job)
         if job.adapted is not None:
@@ -249,7 +249,8 @@ def _write(target: Target, folder: Path, job: Job) -> None:
     elif target == "onnx":
         from titan_train.export.onnx_folder import write_onnx
 
-        write_onnx(folder, unwrap(job.model()), step=run.step, seq_len=run.config.model.seq_len)
+        length, begin = run.config.model.seq_len, run.begin_ids
+        write_onnx(folder, unwrap(job.model()), step=run.step, seq_len=length, begin_ids=begin)
         family = family_of(run.model)
         with contextlib.suppress(ValueError):  # no class of transformers computes it
             if family is not None:

@@ -13,7 +13,6 @@ from titan_ckpt.steps.listing import open_steps
 from torch import nn
 
 from titan_train.config import Config
-from titan_train.data.sources.encoding import begin_ids
 from titan_train.generation.text import LoadedRun
 from titan_train.inputs import load_saved_tokenizer
 from titan_train.models import build_model
@@ -57,7 +56,8 @@ def load_run(
     admit_run_code(run_dir, config.model.name, trust=trust_code, paths=code)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, template = load_saved_tokenizer(run_dir, config)
-    begin = tuple(begin_ids(config.data, tokenizer))
+    # Of a run of prepared tokens, nothing asked whether the tokenizer has such a token.
+    begin = (tokenizer.bos_id,) if config.data.add_bos and tokenizer.bos_id is not None else ()
     built_on = device if group is None else "meta"
     vocab_size = _vocab_size(config, tokenizer)
     model = build_model(config.model, vocab_size=vocab_size, device=built_on).requires_grad_(False)

@@ -290,9 +290,8 @@ def adds_bos(folder: Path) -> bool:
     Raises:
         ValueError: As of `ids_before_text`.
     """
-    if not (
-        folder / TOKENIZER_JSON
-    ).is_file():  # transformers makes one of tokenizer.model, and reads this field only then
+    if not (folder / TOKENIZER_JSON).is_file():
+        # transformers makes one of tokenizer.model, and reads this field only then
         settings = folder / TOKENIZER_CONFIG
         made = (folder / MODEL_NAME).is_file() and settings.is_file()
         return made and read_json(settings).get("add_bos_token") is True
