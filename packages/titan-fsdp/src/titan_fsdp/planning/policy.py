@@ -181,7 +181,8 @@ class Policy:
     ignore: Sequence[str] = ()
     """FQN patterns of parameters left alone: not sharded, not moved, gradients not reduced. Any name of a tied one counts."""
     unused_parameters: bool = False
-    """Some ranks may skip parameters inside a unit in a step; `drop_unreached` ends it. Needs torch ≥ 2.13 without a hook."""
+    """Some ranks may skip parameters inside a unit in a step; call `drop_unreached` before the optimizer's step. Needs
+    torch ≥ 2.13, except in ddp mode with ``comm.ddp_hook``."""
 
     def __post_init__(self) -> None:
         if isinstance(self.units, str):

@@ -68,7 +68,8 @@ def accumulate(model: nn.Module, index: int, total: int, keep: Accumulate = "sha
         keep = "unsharded"
     if index == 0:
         drop_unreduced(modules)
-        (reached_parameters(model) or set[nn.Parameter]()).clear()
+        if reached := reached_parameters(model):
+            reached.clear()
     _set(model, plan, modules, keep, last)
     try:
         yield
@@ -85,12 +86,13 @@ def drop_unreached(model: nn.Module) -> None:
     all-reduce over the ranks of each mesh, and only a rank that did not use everything waits for it.
     """
     reached = reached_parameters(model)
+    if reached is None:
+        return
     by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
-    for _, parameter in named_parameters(model) if reached is not None else ():
+    for _, parameter in named_parameters(model):
         if parameter.requires_grad and isinstance(parameter, DTensor):
             by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
     for mesh, parameters in by_mesh.items():
-        assert reached is not None
         here = [parameter in reached for parameter in parameters]
         device = compute_device(parameters[0])
         used = torch.ones(len(here), device=device) if all(here) else torch.tensor(here, device=device).float()
@@ -99,8 +101,7 @@ def drop_unreached(model: nn.Module) -> None:
         for parameter, anywhere in zip(parameters, here if all(here) else used.tolist(), strict=True):
             if not anywhere:
                 parameter.grad = None
-    if reached is not None:
-        reached.clear()
+    reached.clear()
 
 
 def _set(model: nn.Module, plan: PlanData, modules: list[FSDPModule], keep: Accumulate, last: bool) -> None:
