@@ -22,6 +22,7 @@ from titan_train.optim import Scheduler
 from titan_train.optim.average import has_ema, update_ema
 from titan_train.optim.spikes import Spikes
 from titan_train.parallel.layout.batch import BatchPlan
+from titan_train.run_folder import record_return
 from titan_train.task import TaskInputs
 from titan_train.train.best import BestValidation
 from titan_train.train.checkpoints import Checkpoints
@@ -219,6 +220,8 @@ class TrainingLoop(ObservedRun):
             self._checkpoints.checkpointer.wait()  # until then, a restart needs the record of the steps that are dropped here
             for observer in self.observers:
                 observer.on_rewind(found)
+            if self.rank == 0 and (changed := record_return(self.run_dir, found)):
+                self.event("settings_changed", changed=changed)
             if self.mesh is not None:
                 gather_values(None)  # who has less to close waits here, as long as for a save
         self.event("rewound", spikes_from=before + 1, spikes_to=here)

@@ -31,7 +31,6 @@ from titan_train.observe import (
 from titan_train.observe.timing import Cause, StepSplit, split_line
 from titan_train.optim.schedule import check_schedule, lr_factor
 from titan_train.parallel.context import ContextParallelism
-from titan_train.run_folder import record_return
 from titan_train.task import Task
 from titan_train.train.measure import StepMeasure
 from titan_train.train.observer import ObservedRun, Observer, StepInfo, is_due
@@ -143,8 +142,6 @@ class RunLog(Observer):
         if self.run.rank == 0:
             self.on_end()
             self.open(self.run.run_dir, step)
-            if changed := record_return(self.run.run_dir, step):
-                self.event("settings_changed", step, changed=changed)
 
     def on_end(self) -> None:
         if self._progress is not None:
