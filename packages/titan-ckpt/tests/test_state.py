@@ -1,5 +1,6 @@
 """States that are not as simple as parameters and AdamW: what hooks, optimizers, wrappers and users put there."""
 
+import collections
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -241,9 +242,12 @@ def test_state_under_keys_that_are_no_strings_comes_back_and_that_of_lost_parame
     restore(tmp_path, model=model, optim=got)
     assert torch.equal(got.state[("blocks", 0)]["history"], torch.arange(4))
     assert got.state[("blocks", 0)][3] == 4
-    optim.state[nn.Parameter(torch.ones(3))] = {"m": torch.ones(3)}
+    lost = nn.Parameter(torch.ones(3))
+    optim.state[lost] = {}  # as looking it up leaves behind
+    save(tmp_path, 2, model=model, optim=optim)
+    optim.state[lost] = {"m": torch.ones(3)}
     with pytest.raises(ValueError, match=r"SGD holds state of a tensor of shape \[3\] that is in none of its groups"):
-        save(tmp_path, 2, model=model, optim=optim)
+        save(tmp_path, 3, model=model, optim=optim)
 
 
 def keep_nested_averages(root: str) -> bool:
@@ -267,6 +271,22 @@ def keep_nested_averages(root: str) -> bool:
 def test_sharded_state_inside_containers_of_an_optimizer_stays_sharded(tmp_path):
     assert all(run_ranks(keep_nested_averages, 2, str(tmp_path)))
     assert all(run_ranks(keep_nested_averages, 3, str(tmp_path)))
+
+
+def keep_whole_history(root: str) -> bool:
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.zeros(600, 2), mesh, [Shard(0)]))
+    optim = torch.optim.SGD([param], lr=0.1)
+    optim.state["global"] = {"history": torch.ones(600, 2)}
+    save(root, model=holder(p=param), optim=optim)
+    got = torch.optim.SGD([param], lr=0.1)
+    restore(root, model=holder(p=param), optim=got)
+    history = got.state["global"]["history"]
+    return not isinstance(history, DTensor) and torch.equal(history, torch.ones(600, 2))
+
+
+def test_state_that_belongs_to_no_parameter_gets_no_parameters_layout(tmp_path):
+    assert all(run_ranks(keep_whole_history, 2, str(tmp_path)))
 
 
 def test_tensors_inside_containers_go_to_the_device_of_those_they_replace_or_of_their_parameter():
@@ -396,6 +416,15 @@ def test_keys_that_look_like_paths_stay_apart(tmp_path):
     save(tmp_path, extra=extra)
     got = restore(tmp_path, extra={}).extra
     assert [float(t[0]) for t in (got["a.b"], got["a"]["b"], got["c"][0], got["c[0]"])] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_large_tensors_in_sets_and_as_keys_come_back(tmp_path):
+    save(
+        tmp_path, extra={"set": {torch.zeros(5000)}, "dict": {torch.ones(5000): 1}, "counter": collections.Counter(a=2)}
+    )
+    got = restore(tmp_path, extra={}).extra
+    assert [float(tensor[0]) for tensor in (*got["set"], *got["dict"])] == [0.0, 1.0]
+    assert got["counter"] == collections.Counter(a=2)
 
 
 def test_extra_that_is_left_out_is_not_read(tmp_path, monkeypatch):

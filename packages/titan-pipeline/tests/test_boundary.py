@@ -164,7 +164,7 @@ def test_an_auxiliary_loss_needs_a_tensor_to_join():
     module = Layer("dict", True).double()
     stage = TorchStage(module, 0, aux_loss=lambda m: m.inner.weight.sum(), loss=lambda o, t: o["parts"][0].sum())
     executor = Executor(build_schedule("gpipe", 1, 4), [stage])
-    with pytest.raises(ValueError, match="returns a dict without a tensor that can have a gradient"):
+    with pytest.raises(ValueError, match="returns a dict: no tensor that can have a gradient, and no tuple with one"):
         executor.step(copy.deepcopy(data()), data())
 
 

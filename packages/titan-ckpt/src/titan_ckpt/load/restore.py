@@ -342,13 +342,14 @@ class _Restore:
 
         If there is none, as ``owner``: the parameter that the state is of.
         """
-        if type(value) in (list, tuple):
+        if type(value) in (list, tuple, set, frozenset):
             fits = isinstance(current, list | tuple) and len(current) == len(value)
             likes: Any = current if fits else [None] * len(value)
             return type(value)(self._placed(item, like, owner) for item, like in zip(value, likes, strict=True))
-        if type(value) in (dict, collections.OrderedDict):
+        if type(value) in (dict, collections.OrderedDict, collections.Counter):
             inside = current if isinstance(current, Mapping) else {}
-            return type(value)((name, self._placed(item, inside.get(name), owner)) for name, item in value.items())
+            pairs = [(self._placed(k, None, owner), self._placed(v, inside.get(k), owner)) for k, v in value.items()]
+            return type(value)(dict(pairs))  # a Counter would count pairs
         like = current if isinstance(current, Tensor) else owner
         if isinstance(value, _Stored):
             stored = value.tensor
@@ -455,7 +456,7 @@ class _Restore:
         return blank
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # as a tensor, each is its own in a set or as a key
 class _Stored:
     """Stands in decoded state for a tensor of the ``extra`` section."""
 

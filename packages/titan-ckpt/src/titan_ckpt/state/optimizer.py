@@ -69,7 +69,7 @@ def optim_state(optims: Iterable[Optimizer], owners: Mapping[int, str]) -> Optim
                     found.leaves.setdefault(name, {})[key] = value
     for optim in optims:
         state: dict[Any, Any] = dict(optim.state)  # typed as if all keys were parameters
-        stray = next((key for key in state if isinstance(key, Tensor) and id(key) not in seen), None)
+        stray = next((k for k, value in state.items() if isinstance(k, Tensor) and id(k) not in seen and value), None)
         if stray is not None:
             raise ValueError(
                 f"{type(optim).__name__} holds state of a tensor of shape {list(stray.shape)} that is in none of its groups, so "
@@ -98,7 +98,8 @@ class OptimRestore:
         index: The step's index.
         saved: ``{"groups", "leaves", "others"}``, decoded from the step.
         shards: As `TrainState.shards`.
-        place: Puts the tensors in decoded state where they belong: ``place(value, the present one, its parameter)``.
+        place: Puts the tensors in decoded state where they belong: ``place(value, the present one, its parameter)``; for state
+            of no parameter, the last is a tensor on the device of the first one.
         stored_dtypes: Parameter to the dtype it was saved in.
         strict: Refuse parameters without saved settings. False keeps their current state, and gives moments that had
             their parameter's dtype the dtype that it has now.
@@ -150,8 +151,10 @@ class OptimRestore:
                 self._stored.setdefault(param_name, []).append(state_name)
         self._finish: list[Callable[[], Any]] = []
         for optim, others in zip(optims, saved.get("others", []) if keys is None else [], strict=False):
-            first = next((param for group in optim.param_groups for param in group["params"]), None)
-            new = place(others, _of_no_parameter(optim.state), first)
+            devices = (param.device for group in optim.param_groups for param in group["params"])
+            # A parameter itself would give its layout too.
+            near = next((torch.empty(0, device=device) for device in devices), None)
+            new = place(others, _of_no_parameter(optim.state), near)
             self._finish.append(lambda optim=optim, new=new: optim.state.update(new))
         for group, params in _groups(optims, owners):
             self._match_group(group, params)

@@ -221,8 +221,8 @@ class TorchStage:
         able = [i for i, o in enumerate(outputs) if isinstance(o, Tensor) and (o.is_floating_point() or o.is_complex())]
         if not able:
             raise ValueError(
-                f"stage {self.index} has an auxiliary loss, but its module returns a {type(output).__name__} without a tensor "
-                "that can have a gradient. Return a floating-point or complex tensor, or a tuple with one."
+                f"stage {self.index} has an auxiliary loss, but its module returns a {type(output).__name__}: no tensor that can "
+                "have a gradient, and no tuple with one. Return a floating-point or complex tensor, or a tuple with one."
             )
         # All of them: the next stage may use any. What was detached stays so, unless there is nothing else.
         places = [i for i in able if outputs[i].requires_grad] or able
