@@ -14,6 +14,7 @@ from titan_train.config.ramp import BatchRamp
 from titan_train.data import IteratedBatches
 from titan_train.inputs import GivenInputs, open_inputs, prepare_inputs
 from titan_train.models import build_model
+from titan_train.observe import run_info
 from titan_train.observe.run_info import versions
 from titan_train.optim.spikes import Spikes
 from titan_train.tasks.vision.task import VisionTask
@@ -311,6 +312,14 @@ def test_ranks_whose_machines_have_other_versions_are_refused_alike(tmp_path):
     assert first.startswith(f"titan-cp is 0.0 on rank 1 and {versions()['titan-cp']} on rank 0")
 
 
+def test_a_build_of_torch_with_another_label_is_the_same_version(monkeypatch):
+    monkeypatch.setattr(
+        run_info.importlib.metadata, "version", lambda name: "2.11.0+cu128" if name == "torch" else "1+a"
+    )
+    found = versions()
+    assert (found["torch"], found["titan-train"]) == ("2.11.0", "1+a")
+
+
 REFUSED = {
     "no iterable": ({"data": 5}, {}, "data is int, which gives no batches"),
     "validation alone": ({"validation_data": []}, {}, "validation_data was given without data"),
@@ -327,6 +336,9 @@ REFUSED = {
         {"data": batches(), "optimizer": lambda groups: torch.optim.SGD([torch.zeros(1)])}, {}, "as they are"
     ),
     "a trained tokenizer": ({"data": batches()}, {"tokenizer": {"kind": "sentencepiece", "train": True}}, "would be trained"),
+    "a best validation of none": (
+        {"data": batches()}, {"validation": {"every": 1}, "checkpoint": {"keep_best": True}}, "Give the Trainer validation_data"
+    ),
     "z-loss": ({"loss": smoothed}, {"train": {"z_loss": 1e-4}}, "train.z_loss does not go with a loss of yours"),
     "tensor parallelism": ({"loss": smoothed}, {"parallel": {"tp": 2}}, "parallel.tp does not go"),
 }  # fmt: skip

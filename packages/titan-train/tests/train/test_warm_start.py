@@ -229,6 +229,9 @@ def test_own_modules_are_compared_by_their_arguments_with_defaults(
         "class Scaled(nn.Module):",
         "    def __init__(self, scale: float = 1.0, sizes=[1, 2]):",
         "        super().__init__()",
+        "class Renamed(Scaled):",
+        "    def __init__(self, scale: float = 1.0, width=3):",
+        "        super().__init__(scale)",
     )
     (tmp_path / "scaled_by.py").write_text("\n".join(("from torch import nn", *lines)))
     use_code([str(tmp_path)])
@@ -237,7 +240,7 @@ def test_own_modules_are_compared_by_their_arguments_with_defaults(
     parent = parse_config({"model": {"name": name, "args": {"scale": 2.0}}})
     (tmp_path / "run/config.toml").write_text(dump_config(parent))
 
-    def check(args: dict[str, Any], changes: tuple[str, ...] | None = None) -> None:
+    def check(args: dict[str, Any], changes: tuple[str, ...] | None = None, name: str = name) -> None:
         ours = ModelConfig(name=name, args=args)
         check_saved_settings("asked", tmp_path / "run", build_model(ours, vocab_size=None), ours, changes)
 
@@ -245,6 +248,9 @@ def test_own_modules_are_compared_by_their_arguments_with_defaults(
     check({"scale": 3.0}, ("scale",))
     with pytest.raises(ValueError, match=r"scale=1.0 should be 2.0.*model.init='run:DIR@STEP'"):
         check({})
+    check({"scale": 2.0, "width": 5}, name="scaled_by:Renamed")
+    with pytest.raises(ValueError, match=r"another one: scale=1.0 should be 2.0\. "):
+        check({}, name="scaled_by:Renamed")
 
 
 def test_a_head_with_a_bias_takes_new_tokens(tmp_path: Path) -> None:

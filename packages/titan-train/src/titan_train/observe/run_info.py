@@ -31,8 +31,12 @@ _COMPARED = (
 
 
 def versions() -> dict[str, str]:
-    """The packages whose versions must be the same on every machine of a run, with those that are installed here."""
-    return _versions_of(*_COMPARED)
+    """The packages whose versions must be the same on every machine of a run, with those that are installed here.
+
+    That of torch is without the label of its build, such as ``+cu128``: of one and the same build only some wheels have it.
+    """
+    found = _versions_of(*_COMPARED)
+    return {name: version.partition("+")[0] if name == "torch" else version for name, version in found.items()}
 
 
 class RunInfo:
@@ -87,7 +91,7 @@ class RunInfo:
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
             "git_commit": _git_commit(),
-            "versions": {"python": platform.python_version(), **versions(), **_versions_of("numpy")},
+            "versions": {"python": platform.python_version(), **versions(), **_versions_of("torch", "numpy")},
             "attempts": [*attempts, attempt],
         }
         self._started = attempt["started"]

@@ -102,12 +102,13 @@ def measurement(config: Config, source: Any, sequences: int) -> dict[str, Any]:
     }
 
 
-def check_measured(config: Config, *, held_out: bool = True) -> None:
+def check_measured(config: Config, *, held_out: bool = True, given: bool = False) -> None:
     """Refuse to keep or wait for the best of validations that a run does not make.
 
     Args:
         config: The run's.
         held_out: Whether there is anything to validate on.
+        given: Whether a program gives the data, in place of the configuration's.
 
     Raises:
         ValueError: Validation is off, or nothing is held out.
@@ -118,8 +119,9 @@ def check_measured(config: Config, *, held_out: bool = True) -> None:
         return
     by_fraction = any(source.kind in TEXT_KINDS and not source.stream for source in config.data.sources)
     remedy = "Set data.validation_fraction or name" if by_fraction else "Name"
+    remedy = "Give the Trainer validation_data" if given else f"{remedy} data.validation_sources"
     why = (
-        f"nothing is held out to validate on. {remedy} data.validation_sources"
+        f"nothing is held out to validate on. {remedy}"
         if config.validation.every
         else "validation.every=0 makes no validation. Set validation.every"
     )

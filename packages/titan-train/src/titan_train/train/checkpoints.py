@@ -77,7 +77,7 @@ class Checkpoints:
             lr=config.optimizer.lr,
             norms_of=(config.model.seq_len, _digest(run.model.trained, dict(config.optimizer.frozen_steps))),
         )
-        saved = checkpoint_folders(run.run_dir) if run.rank == 0 else {}
+        saved = checkpoint_folders(run.run_dir) if run.rank == 0 and config.validation.every else {}
         self._best_metric = best_metric(saved, best.measured)  # of rank 0, which saves it and deletes by it
         keep_last = config.checkpoint.keep_last or None  # 0 keeps all; another rule would delete what it does not name
         self.checkpointer = Checkpointer(

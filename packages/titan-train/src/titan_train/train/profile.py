@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from titan_train.exchange import gather_values
 from titan_train.observe.timing import Window
 from titan_train.observe.timing.clocks import clock_offset
 from titan_train.observe.timing.split import Place
@@ -51,7 +52,7 @@ class StepProfile(Observer):
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
-        """Write what was traced, if the steps end before the last one to trace."""
+        """Write what was traced, if the steps end before the last one to trace. Collective then."""
         yield
         if self._profiler is not None and self.run.step >= self._from:
             self._write(self.run.step)
@@ -74,7 +75,7 @@ class StepProfile(Observer):
             timer.start()
 
     def on_step(self, info: StepInfo) -> None:
-        """Stop and write this rank's file, if the step was the last to trace."""
+        """Stop and write this rank's file, if the step was the last to trace. Collective then."""
         if self._profiler is not None and info.step >= self._last:
             self._write(info.step)
 
@@ -86,6 +87,8 @@ class StepProfile(Observer):
         with self.run.phase("checkpoint", step):
             profiler.stop()
             file = self._export(profiler, step, window)
+            if self.run.mesh is not None:
+                gather_values(None)  # who has less to write waits here, as long as for a save
         if self.run.config.metrics.split_every:
             self._measure.timer.take()  # writing is not part of a step
         else:

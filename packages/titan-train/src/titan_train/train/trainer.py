@@ -172,7 +172,7 @@ class Trainer(TrainingLoop):
         )
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
         self._loader = self._make_loader(self._inputs.train, plan.batch.ramp)
-        check_measured(config, held_out=self._inputs.validation is not None)
+        check_measured(config, held_out=self._inputs.validation is not None, given=self._data is not None)
         measured = measurement(config, self._inputs.validation, plan.batch.global_batch)
         self._best = BestValidation(config.validation.patience, measured)
         self._measure = StepMeasure(config, self.mesh, self.device, self.model.parts)

@@ -169,7 +169,8 @@ def check_saved_settings(
 ) -> None:
     """Whether a run's model computes what ours does with the same weights: a rotary base or a window shows in no shape.
 
-    A module of the user's own is compared with another such module only.
+    A module of the user's own is compared with another such module only: with one of another name, whose defaults are not known
+    here, by the arguments that the run gave it and ours has too.
 
     Args:
         asked: The setting that names the run, and its value, for the messages.
@@ -185,6 +186,8 @@ def check_saved_settings(
     if _kind(theirs.name) != _kind(ours.name):
         return
     there, here = _settings(theirs, whole, ours), _settings(ours, whole, ours)
+    if _kind(ours.name) == "own" and theirs.name != ours.name:
+        there, here = ({key: one[key] for key in theirs.args.keys() & here.keys()} for one in (there, here))
     if "vocab_size" in here:  # decided by the tokenizer too, and the shapes are the same
         there = {**there, "vocab_size": here["vocab_size"]}
     _compare(asked, "that run's model is another one", there, here, changes, also={*theirs.args, *ours.args})

@@ -242,7 +242,7 @@ def _device_window(host: Window, steps: "list[dict[str, float]]", axes: "dict[st
     if not steps:
         return Window(host.steps, host.wall_s, host.phases, {}, host.low, host.high)
     columns = {name: sorted(step.get(name, 0.0) for step in steps) for name in PHASES}
-    apart = {name: host.phases[name] * len(steps) / host.steps for name in _APART}
+    apart = {name: host.phases[name] * len(steps) / max(1, host.steps) for name in _APART}
     quarters = [{name: _quantile(column, q) for name, column in columns.items()} for q in (0.25, 0.75)]
     totals: dict[str, AxisTotals] = {}
     for axis, found in axes.items():
