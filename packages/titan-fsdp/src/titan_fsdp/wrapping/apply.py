@@ -31,7 +31,7 @@ def applied_plan(model: nn.Module) -> PlanData | None:
 
 
 def reached_parameters(model: nn.Module) -> set[nn.Parameter] | None:
-    """Those of which this rank had a gradient since the set was last cleared; None without ``unused_parameters``."""
+    """Those of which this rank had a gradient since the set was last cleared; None where none may be unused."""
     return getattr(model, _REACHED, None)
 
 
@@ -115,6 +115,7 @@ def _parameters(unit: PlannedUnit, modules: list[nn.Module]) -> list[tuple[nn.Pa
 def _configure(plan: PlanData, model: nn.Module, modules: dict[str, nn.Module]) -> None:
     policy = plan.policy
     sizes_of = {id(modules[fqn]): unit.sizes for unit in plan.units for fqn in unit.fqns}
+    may_differ = policy.unused_parameters and any(unit.sizes.total > 1 for unit in plan.units)
     for module in fsdp_modules(model):
         # On one rank the sum is the mean, and torch would write all gradients once more to divide them by one.
         is_mean = policy.grad_divide == "mean" or (policy.grad_divide == "sum" and sizes_of[id(module)].total == 1)
@@ -125,11 +126,11 @@ def _configure(plan: PlanData, model: nn.Module, modules: dict[str, nn.Module]) 
             module.set_force_sum_reduction_for_comms(sizes_of[id(module)].shard > 1)
         if policy.comm.reduce_scatter == "bf16":
             module.set_custom_reduce_scatter(Bf16ReduceScatter())  # pyright: ignore[reportArgumentType]
-        if policy.unused_parameters:
+        if may_differ:
             module.set_reduce_scatter_unused_params(True)
         if policy.comm.symmetric_memory:
             module.set_symm_mem_for_comm()
-    if policy.unused_parameters:
+    if may_differ:
         setattr(model, _REACHED, reached := set[nn.Parameter]())
         note_reached(fsdp_modules(model), reached)
     for root in fsdp_roots(model):  # each call below reaches all inside, with one group for all that share their ranks
