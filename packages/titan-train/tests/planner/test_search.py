@@ -233,12 +233,12 @@ def test_many_devices_share_parameters_in_groups_because_rings_grow_with_their_m
     best = search(request("llama3_8b", 4096, 8192, 8192)).best[0].setup
     assert 8 <= best.dp_shard * best.cp <= 512
     machine = load_machine("h100")
-    groups = [span(machine, n, 1, local_share=0.8, network_share=0.8) for n in (8, 128, 2048)]
+    groups = [span(machine, n, 1, 0.8, 0.8) for n in (8, 128, 2048)]
     assert groups[2].ring_s == pytest.approx(8.4e-6 + 1792 * 3.4e-6 + 255 * 14e-6)
     assert gather_seconds(1e6, groups[2], calls=2) - gather_seconds(1e6, groups[2]) == pytest.approx(groups[2].ring_s)
     assert reduce_seconds(64, groups[2]) < 0.1 * gather_seconds(64, groups[2])
     assert groups[0].ring_s == groups[0].tree_s
-    across = span(machine, 128, 8, local_share=0.8, network_share=0.8)  # one member a node
+    across = span(machine, 128, 8, 0.8, 0.8)  # one member a node
     assert across.ring_s == across.tree_s
 
 
@@ -592,7 +592,7 @@ def test_stages_inside_a_machine_send_at_the_rate_of_one_link() -> None:
     asked = request("llama3_8b", 8, 8192, 64)
     setup = Setup(seq_len=8192, global_batch=64, pp=8, stack="compile")
     found = estimate(asked.shape, asked.machine, setup)
-    link = span(asked.machine, 8, 1, local_share=found.constants.local, network_share=found.constants.network)
+    link = span(asked.machine, 8, 1, found.constants.local, found.constants.network)
     assert link.local
     sent = 2 * setup.tokens * asked.shape.dim / link.bytes_per_s + link.latency_s
     want = 0.5 * 2 * (setup.microbatches + 7) * sent * found.constants.software

@@ -57,6 +57,10 @@ class Context:
     cp: Span
     ep: Span
 
+    def group(self, size: int, stride: int) -> Span:
+        """The link of another group of ranks."""
+        return span(self.machine, size, stride, self.constants.local, self.constants.network)
+
 
 def block_cost(c: Context, block: Block) -> BlockCost:
     """Cost of one block; the mean of both kinds where a share of the blocks stays in bf16."""
@@ -212,14 +216,9 @@ def _context_transfers(c: Context, a: AttentionWidths, cost: BlockCost, compute:
 
 def _of_heads(c: Context) -> tuple[Span, Span]:
     """The ranks of Ulysses, neighbours, and those of the ring between their groups."""
-    s, local, network = c.setup, c.constants.local, c.constants.network
+    s = c.setup
     degree = s.ulysses_degree or s.cp
-    if degree == s.cp:
-        return c.cp, span(c.machine, 1, s.tp, local_share=local, network_share=network)
-    return (
-        span(c.machine, degree, s.tp, local_share=local, network_share=network),
-        span(c.machine, s.cp // degree, s.tp * degree, local_share=local, network_share=network),
-    )
+    return c.group(degree, s.tp), c.group(s.cp // degree, s.tp * degree)
 
 
 def _experts(c: Context, e: ExpertsShape, cost: BlockCost) -> None:

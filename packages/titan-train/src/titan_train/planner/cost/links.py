@@ -12,6 +12,7 @@ stride 1 over domains of 8 drives eight of them.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.hardware.tables import OperatorTables
@@ -52,7 +53,8 @@ class Span:
         return max(self.tree_s, _RING_START_S + steps)
 
 
-def span(machine: Machine, size: int, stride: int, *, local_share: float, network_share: float) -> Span:
+@lru_cache(maxsize=65536)
+def span(machine: Machine, size: int, stride: int, local_share: float, network_share: float) -> Span:
     """The link of a group; the shares are the parts of the nominal bandwidths that collectives reach."""
     local = machine.local.bytes_per_s * local_share
     if size * stride <= machine.domain:

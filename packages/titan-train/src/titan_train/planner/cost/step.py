@@ -66,22 +66,17 @@ class StepTime:
 
 def context_of(shape: ModelShape, machine: Machine, constants: Constants, setup: Setup) -> Context:
     """DeviceRates and spans of a run."""
+    shares = constants.local, constants.network
     return Context(
         machine,
         constants,
         setup,
         shape.dim,
         rates(machine, constants, setup.precision),
-        axis_span(machine, constants, setup.tp, 1),
-        axis_span(machine, constants, setup.cp, setup.tp),
-        axis_span(machine, constants, setup.ep, 1),
+        span(machine, setup.tp, 1, *shares),
+        span(machine, setup.cp, setup.tp, *shares),
+        span(machine, setup.ep, 1, *shares),
     )
-
-
-@lru_cache(maxsize=65536)
-def axis_span(machine: Machine, constants: Constants, size: int, stride: int) -> Span:
-    """The link of a group."""
-    return span(machine, size, stride, local_share=constants.local, network_share=constants.network)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +201,7 @@ def _pipeline(c: Context, load: float, even: float) -> tuple[float, float]:
     bubble = m * (load - even) + cost.bubble / (p - 1) * max(0.0, p * even - load)
     bubble += (_SPLIT_COST - 1) * m * even if cost.splits else 0.0
     sent = s.element * s.tokens * c.dim / s.tp
-    link = axis_span(c.machine, c.constants, p, s.world_size // p)
+    link = c.group(p, s.world_size // p)
     hop = sent / link.bytes_per_s * (1 if link.local else max(1, link.per_domain)) + link.latency_s
     exposed = 1.0 if not s.overlap else 0.25 if v > 1 else 0.5
     count = 2 * (m * v + (p - 1))
@@ -250,10 +245,10 @@ def data_parallel_seconds(c: Context, shape: ModelShape, forward: float, backwar
         return 0.0
     dense, experts = rank_parameters(shape, s)
     shard = s.dp_shard * s.cp
-    group = axis_span(c.machine, c.constants, shard, s.tp)
-    replicas = axis_span(c.machine, c.constants, s.dp_replicate, s.tp * shard)
+    group = c.group(shard, s.tp)
+    replicas = c.group(s.dp_replicate, s.tp * shard)
     expert_shards = s.expert_shard
-    expert_group = axis_span(c.machine, c.constants, expert_shards, s.ep)
+    expert_group = c.group(expert_shards, s.ep)
     gather_bytes = 1.0 if s.precision == "tensorwise" or (s.te and s.float8) else float(s.element)
     train = 0.0 if s.task == "lora" else 1.0
     reduce_bytes = s.grad_bytes * train
