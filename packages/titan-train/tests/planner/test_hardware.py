@@ -75,7 +75,8 @@ def test_calibrate_measures_shapes_and_the_estimate_says_which_it_used(tmp_path,
     links = [LinkSpeed(name, 90.0, 1.0, 2, "cpu", collective) for name in ("all-gather", "all-reduce")]
     monkeypatch.setattr("titan_train.planner.hardware.links.measure_links", lambda: links)
     rates = MeasuredRates("CPU", 5e10, 0.0, 1e10, 5e9, 2**34)
-    monkeypatch.setattr(measure, "measure_machine", lambda _, links: hardware_table(rates, links))
+    monkeypatch.setattr(measure, "measure_rates", lambda _: rates)
+    monkeypatch.setattr("titan_train.kernels.measure.measure_kernels", lambda _: {})
     file = tmp_path / "my.toml"
     assert main(["plan", "calibrate", "--device", "--out", str(file)]) == 0
     assert "product fp32" in capsys.readouterr().out

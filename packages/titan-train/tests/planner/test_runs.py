@@ -55,6 +55,12 @@ def test_a_layout_that_was_not_fitted_is_predicted_better_after_calibration(tmp_
 def test_constants_survive_their_file(tmp_path: Path) -> None:
     save_constants(TRUTH, tmp_path / "c.toml")
     assert load_constants(tmp_path / "c.toml") == TRUTH
+    older = tmp_path / "older.toml"
+    older.write_text((tmp_path / "c.toml").read_text() + "software = 1.0\nmicrobatch_s = 0.0\n")
+    assert load_constants(older) == TRUTH
+    older.write_text("software = 1.2\n")
+    with pytest.raises(ValueError, match="unknown constants software"):
+        load_constants(older)
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:

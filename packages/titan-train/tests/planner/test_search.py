@@ -595,7 +595,7 @@ def test_stages_inside_a_machine_send_at_the_rate_of_one_link() -> None:
     link = span(asked.machine, 8, 1, found.constants.local, found.constants.network)
     assert link.local
     sent = 2 * setup.tokens * asked.shape.dim / link.bytes_per_s + link.latency_s
-    want = 0.5 * 2 * (setup.microbatches + 7) * sent * found.constants.software
+    want = 0.5 * 2 * (setup.microbatches + 7) * sent
     assert found.time.terms["pp"] == pytest.approx(want)
 
 

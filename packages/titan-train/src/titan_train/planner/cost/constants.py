@@ -1,7 +1,8 @@
 """Efficiencies: which part of a machine's peak a kind of work reaches, for one software stack and precision.
 
 Every value is a prior from public measurements of single kernels, unless a fitted set replaces it
-(`titan_train.planner.calibrate`). The priors' sources are in ``SOURCES``.
+(`titan_train.planner.calibrate`). The priors' sources are in
+`benchmarks/results/planner_accuracy_202611.md`.
 """
 
 import math
@@ -15,9 +16,11 @@ from titan_train.planner.setup import Stack
 
 _RATES = {
     "matmul", "matmul8", "matmul4", "attention", "attention_backward", "bandwidth", "local", "network", "exchange",
-    "exchange_fused", "expert_rows", "context", "software",
+    "exchange_fused", "expert_rows", "context",
 }  # fmt: skip
 """Constants that times are divided by."""
+_FORMER = {"microbatch_s": 0.0, "software": 1.0}
+"""Constants that files of older versions hold, always with these values."""
 _MOST_SPREAD = 10.0
 
 
@@ -70,33 +73,12 @@ class Constants:
     """Seconds that the host needs to launch one routed block, forward and backward."""
     step_s: float = 0.010
     """Host work of one step."""
-    microbatch_s: float = 0.0
-    """Host work of one microbatch."""
     cast_bytes: float = 6.0
     """Bytes per element to cast an operand to float8, both layouts."""
-    software: float = 1.0
-    """Seconds of the whole step, measured over estimated, for this stack, precision and machine."""
     spread: float = 0.25
     """Standard deviation of the logarithm of measured over estimated, on rows that were not fitted."""
     source: str = "prior"
 
-
-SOURCES = {
-    "matmul": "sustained bf16 products on H100 and H200, public kernel benchmarks (.65-.80 of peak)",
-    "attention": "FlashAttention-3, bf16, causal, D=128: 541-639 TFLOP/s forward on H100 (tritonbench 1254)",
-    "attention8": "mxfp8 over bf16 attention on GB200: 1.26 forward, 1.16 backward; a window of 128 gains nothing in "
-    "backward, where bf16 gains 4.5x (NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training, 2026-04)",
-    "local": "NCCL all-gather on NVLink, bus bandwidth over link rate",
-    "network": "NCCL on 400 Gb/s RDMA",
-    "pointwise": "eager: fitted to one published row; compiled 1 by definition",
-    "cast_bytes": "titan-fp8's kernels, the same in eager and compiled runs: 6 bytes with one scale for a tensor; blocks take 4",
-    "expert_rows": "grouped products on H100 (.5 of peak at 256 rows)",
-    "exchange": "three published rows with NCCL's all-to-all between nodes, H100 and B200",
-    "exchange_fused": "DeepEP's README: 43-58 GB/s a GPU over 50 GB/s links, 16 to 64 ranks",
-    "hide_tp": "published async TP gains of 1.04-1.16x",
-    "hide_ep": "Megatron-Bridge matched A/B: +17.7 % tokens/s (two published rows), 0.7 of the transfers by this model",
-    "contention": "calculon, Hetu-Galvatron",
-}
 
 _STACKS: dict[str, Constants] = {
     "eager": Constants(pointwise=3.64, kernels=70, matmul=0.65, routing_passes=10.0, sync_s=3e-4),
@@ -140,7 +122,7 @@ def load_constants(path: str | Path) -> Constants:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"no constants file {str(path)!r}: write one with titan-train plan calibrate.")
-    table = read_toml(file)
+    table = {name: value for name, value in read_toml(file).items() if _FORMER.get(name) != value}
     unknown = set(table) - {f.name for f in fields(Constants)}
     if unknown:
         raise ValueError(f"{path} has unknown constants {', '.join(sorted(unknown))}.")

@@ -114,7 +114,7 @@ def step_time(
     terms["head"] = m * head / p
     terms["ep"] *= 1 - (constants.hide_ep if setup.ep_overlap else 0.0)
     waiting = max(0.0, microbatch.launches - compute)
-    terms["host"] = constants.step_s + m * (constants.microbatch_s + waiting / p)
+    terms["host"] = constants.step_s + m * (waiting / p)
     blocks = sum(passes.values()) / max(1, shape.num_layers)
     if p > 1:
         layers = shape.num_layers
@@ -128,7 +128,7 @@ def step_time(
     terms["dp"] = data_parallel_seconds(c, shape, forward, backward, head)
     terms["offload"] = _offload(c, shape, compute / p)
     terms["optimizer"] = _optimizer(c, shape)
-    return StepTime({name: constants.software * seconds for name, seconds in terms.items()})
+    return StepTime(terms)
 
 
 @lru_cache(maxsize=4096)

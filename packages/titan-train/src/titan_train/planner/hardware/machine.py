@@ -37,8 +37,6 @@ class Machine:
     name: str
     title: str
     source: str
-    verified: bool
-    """Whether the figures were measured on the machine, not read from a data sheet."""
     peak: float
     """FLOP/s of dense bfloat16 products at the nominal clock, for MFU."""
     bf16: float
@@ -118,7 +116,6 @@ def _parse(table: dict[str, Any], name: str) -> Machine:
             name=table["name"],
             title=table["title"],
             source=table["source"],
-            verified=bool(table.get("verified", False)),
             peak=compute["bf16_tflops"] * 1e12,
             bf16=compute["bf16_tflops"] * held * 1e12,
             fp8=compute["fp8_tflops"] * held * 1e12,

@@ -51,15 +51,6 @@ def this_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measure_machine(device: str = "auto", links: Sequence[LinkSpeed] = ()) -> dict[str, Any]:
-    """The table of a hardware file; ``links`` are those between ranks on devices of this kind."""
-    from titan_train.kernels.measure import measure_kernels
-
-    if device == "auto":
-        device = this_device()
-    return hardware_table(measure_rates(device), links) | {"kernels": measure_kernels(device)}
-
-
 def hardware_table(rates: MeasuredRates, links: Sequence[LinkSpeed]) -> dict[str, Any]:
     """The hardware file of a device that reaches these rates."""
     known = machine_of_device(rates.device)
@@ -75,7 +66,6 @@ def hardware_table(rates: MeasuredRates, links: Sequence[LinkSpeed]) -> dict[str
         "title": rates.device,
         "source": "measured by titan-train doctor --bench"
         + (", peaks of the data sheet" if "clock_share" in compute else ""),
-        "verified": True,
         "compute": compute,
         "memory": {
             "capacity_gib": rates.memory_bytes / 2**30,
@@ -219,15 +209,22 @@ def _products8(a: Any, b: Any, device: str) -> float:
     return 2 * a.numel() * b.shape[1] / _best(product, device)
 
 
-def write_machine(
-    path: Path, device: str = "auto", links: Sequence[LinkSpeed] = (), *, by_shape: bool = False
-) -> dict[str, Any]:
-    """Measure, write the file, return its table; ``by_shape`` adds what `measure_tables` finds."""
+def write_machine(path: Path, links: Sequence[LinkSpeed] = (), *, by_shape: bool = False) -> dict[str, Any]:
+    """Measure this machine, write the hardware file, return its table.
+
+    Args:
+        path: The file.
+        links: Those between ranks on devices of this kind.
+        by_shape: Add what `measure_tables` finds.
+    """
     import tomli_w
 
-    table = measure_machine(device, links)
+    from titan_train.kernels.measure import measure_kernels
+
+    device = this_device()
+    table = hardware_table(measure_rates(device), links) | {"kernels": measure_kernels(device)}
     if by_shape:
-        table["tables"] = measure_tables(this_device() if device == "auto" else device, links)
+        table["tables"] = measure_tables(device, links)
     path.write_text(tomli_w.dumps(table))
     return table
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
-from typing import Any, get_args
+from typing import Any
 
 from titan_train.models.shape import ExpertsShape, ModelShape
 from titan_train.planner.calibrate.defaults import constants_for
@@ -19,7 +19,7 @@ from titan_train.planner.estimate import StepEstimate, estimate
 from titan_train.planner.hardware.machine import Machine
 from titan_train.planner.search.search import cp_methods
 from titan_train.planner.search.space import copied
-from titan_train.planner.setup import Precision, Setup
+from titan_train.planner.setup import Setup
 from titan_train.planner.view.tables import count_text
 from titan_train.trust.published import content_policy
 
@@ -31,7 +31,6 @@ _LABELS = {
     "pp": "pp", "ep": "ep", "dp_replicate": "Replicas", "schedule": "Schedule", "stages_per_rank": "Stages per rank",
     "recompute": "Recompute", "precision": "Precision",
 }  # fmt: skip
-_DEGREES = ("tp", "cp", "pp", "ep", "dp_replicate")
 
 Choices = Mapping[str, int | str]
 
@@ -120,7 +119,7 @@ class Plan:
         shown = [name for name in _LABELS if name not in self.uncut and (name != "ep" or routed)]
         names: dict[str, list[int | str]] = {
             "recompute": ["none", _EACH_FOURTH, "selective", "full"],
-            "precision": [name for name in get_args(Precision) if _has_units(self.machine, name)],
+            "precision": ["bf16", *(("tensorwise", "rowwise", "blockwise") if self.machine.fp8 else ())],
         }
         if live:
             names["schedule"] = [name for name in SEARCHED if name not in ("gpipe", "looped_bfs")]
@@ -221,12 +220,6 @@ def _with(values: list[Any], best: int | str) -> list[int | str]:
     if best not in values:
         values = [*values, best]
     return sorted(set(values)) if isinstance(best, int) else list(dict.fromkeys(values))
-
-
-def _has_units(machine: Machine, precision: str) -> bool:
-    if precision in ("bf16", "fp32"):
-        return precision == "bf16"
-    return bool(machine.fp8) if precision in ("tensorwise", "rowwise", "blockwise") else False
 
 
 def _check(shape: ModelShape, machine: Machine, s: Setup) -> None:

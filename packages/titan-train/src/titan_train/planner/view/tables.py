@@ -152,16 +152,14 @@ def comparison_text(a: StepEstimate, b: StepEstimate) -> str:
 
 
 def differences(a: StepEstimate, b: StepEstimate) -> list[tuple[str, float]]:
-    """Seconds per token batch that ``b`` spends more than ``a``, by term, largest first."""
-    tokens = [e.setup.global_batch * e.setup.seq_len for e in (a, b)]
-    found = [(name, b.time.terms[name] * tokens[0] / tokens[1] - a.time.terms[name]) for name in TERMS]
-    return sorted(found, key=lambda pair: -abs(pair[1]))
+    """Seconds that a step of ``b`` spends more than one of ``a``, of as many tokens, by term, largest first."""
+    return sorted(((n, b.time.terms[n] - a.time.terms[n]) for n in TERMS), key=lambda pair: -abs(pair[1]))
 
 
 def why(a: StepEstimate, b: StepEstimate) -> str:
     """One sentence: why ``b`` loses to ``a``, or what it is ahead in."""
     total = a.time.total
-    share = (b.time.total * a.setup.global_batch / b.setup.global_batch) / total - 1
+    share = b.time.total / total - 1
     if abs(share) < 0.002:
         return f"as fast; {_memory(a, b)}"
     parts = [(name, seconds) for name, seconds in differences(a, b) if abs(seconds) > 0.002 * total]

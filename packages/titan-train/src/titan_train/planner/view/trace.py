@@ -75,12 +75,11 @@ def _stages(e: StepEstimate, count: int) -> list[list[_Layer]]:
     """The layers of each pipeline stage; the head is a layer of the last."""
     context, setup = context_of(e.shape, e.machine, e.constants, e.setup), e.setup
     costs = [block_cost(context, block) for block in e.shape.blocks]
-    scale = e.constants.software
     exposed = 1 - (e.constants.hide_ep if setup.ep_overlap else 0.0)
 
     def layer(name: str, cost: BlockCost, times: float = 1.0) -> _Layer:
         def seconds(part: dict[str, float]) -> dict[str, float]:
-            return {n: times * scale * s * (exposed if n == "ep" else 1.0) for n, s in part.items()}
+            return {n: times * s * (exposed if n == "ep" else 1.0) for n, s in part.items()}
 
         again = {n if n in ("tp", "cp", "ep") else f"recompute: {n}": s for n, s in seconds(cost.recompute).items()}
         behind = seconds(cost.backward)
@@ -89,7 +88,7 @@ def _stages(e: StepEstimate, count: int) -> list[list[_Layer]]:
     every = [cost for block, cost in zip(e.shape.blocks, costs, strict=True) for _ in range(block.count)]
     layers = [layer(f"layer {n}", cost) for n, cost in enumerate(every)]
     more = [layer("next tokens", cost, e.shape.mtp) for cost in second_token(context, e.shape, costs)]
-    head = scale * head_seconds(context, e.shape)
+    head = head_seconds(context, e.shape)
     more.append(_Layer("head", {"head": head / 3}, {"head": 2 * head / 3}))
     weights = [sum(x.forward.values()) + sum(x.backward.values()) for x in layers]
     weights[-1] += sum(sum(x.forward.values()) + sum(x.backward.values()) for x in more)
