@@ -127,6 +127,7 @@ def test_attention_that_chooses_its_keys_is_counted_at_its_own_length(tmp_path: 
         "--train.global_batch",
         "1",
     ]
+    words += ["--data.document_mask", "false"]  # its attention sees other documents of a row
     config = load_config("debug", [*words, "--train.dtype", "bf16", "--parallel.mode", "fsdp"])
     (rank,) = rehearse(config, 1)
     shape = of_folder(find_shape(f"hf:{tmp_path}"), f"hf:{tmp_path}", {})

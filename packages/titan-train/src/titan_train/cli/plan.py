@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from titan_train.planner.search.space import PlanRequest
     from titan_train.planner.setup import Setup, States
 
-_RESERVE = 10
+_RESERVE = 5
 """Setups for each that is to be rehearsed: one that does not fit, or that a run refuses, makes room for the next."""
 
 
