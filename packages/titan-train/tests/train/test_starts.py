@@ -234,6 +234,10 @@ def test_the_best_validation_is_kept_and_patience_ends_a_run(folder):
         sections = {"data": {"sources": [source | {"stream": stream}]}, "checkpoint": {"keep_best": True}}
         with pytest.raises(ValueError, match=words):
             check_measured(configure(folder, "unmeasured", **sections, validation={"every": 2}), held_out=False)
+    for name, words in (("qwen3_vl_debug", "Set vision.held_out;"), ("flux_tiny", "add shards validation-")):
+        of_images = {"model": {"name": name, "args": {}}, "checkpoint": {"keep_best": True}}
+        with pytest.raises(ValueError, match=words):
+            check_measured(configure(folder, "unmeasured", **of_images), held_out=False)
 
 
 def test_a_run_goes_back_to_a_named_step_and_a_branch_decays_from_there(folder, tmp_path, monkeypatch, capsys):

@@ -13,8 +13,14 @@ from typing import Any
 from titan_train.config import Config
 from titan_train.config.data import TEXT_KINDS
 from titan_train.observe.records import ValidationRecord
+from titan_train.task import task_name
 
 log = logging.getLogger(__name__)
+
+_TO_HOLD_OUT = {
+    "vision": "Set vision.held_out",
+    "diffusion": "Set data.validation_fraction where diffusion.images are prepared, or add shards validation-* to diffusion.path",
+}
 
 
 class BestValidation:
@@ -117,12 +123,18 @@ def check_measured(config: Config, *, held_out: bool = True, given: bool = False
     asked += [f"validation.patience={config.validation.patience}"] if config.validation.patience else []
     if not asked or (config.validation.every and held_out):
         return
-    by_fraction = any(source.kind in TEXT_KINDS and not source.stream for source in config.data.sources)
-    remedy = "Set data.validation_fraction or name" if by_fraction else "Name"
-    remedy = "Give the Trainer validation_data" if given else f"{remedy} data.validation_sources"
     why = (
-        f"nothing is held out to validate on. {remedy}"
+        f"nothing is held out to validate on. {'Give the Trainer validation_data' if given else _to_hold_out(config)}"
         if config.validation.every
         else "validation.every=0 makes no validation. Set validation.every"
     )
     raise ValueError(f"{asked[0]} goes by the validation loss, and {why}; or leave it out.")
+
+
+def _to_hold_out(config: Config) -> str:
+    """What a user does for something to validate on."""
+    task = task_name(config)
+    if task != "text":
+        return _TO_HOLD_OUT.get(task, f"Let the task {task!r} open some")
+    by_fraction = any(source.kind in TEXT_KINDS and not source.stream for source in config.data.sources)
+    return ("Set data.validation_fraction or name" if by_fraction else "Name") + " data.validation_sources"
