@@ -222,7 +222,8 @@ class Chooses(torch.nn.Module):
 
 def experts_by_rank(mode: Any) -> None:
     policy = Policy(mode=mode, units=[], unused_parameters=True, grad_divide="sum")
-    model: Any = plan(Chooses(), mesh(), policy).apply(Chooses())
+    ranks = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if mode == "hsdp" else mesh()
+    model: Any = plan(Chooses(), ranks, policy).apply(Chooses())
     materialize(model, "cpu", fill)
     for micro in range(2):  # rank 0 takes experts 0 and 1, rank 1 expert 1 alone
         with accumulate(model, micro, 2):
@@ -233,7 +234,7 @@ def experts_by_rank(mode: Any) -> None:
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch 2.13")
-@pytest.mark.parametrize("mode", ["fsdp", "ddp"])
+@pytest.mark.parametrize("mode", ["fsdp", "hsdp", "ddp"])
 def test_what_no_rank_used_has_no_gradient_and_the_rest_its_own(mode: str) -> None:
     run_ranks(experts_by_rank, 2, mode)
 

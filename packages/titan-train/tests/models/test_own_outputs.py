@@ -118,6 +118,12 @@ class Half(Base):
         self.head.weight = self.embed.weight
 
 
+class Casts(Base):
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head((x.to(torch.bfloat16) @ x.mT).softmax(-1) @ x)  # of one dtype where weights are bf16
+
+
 class Staged(Base):
     first_stage_parts, last_stage_parts = ("embed",), ("head",)
 
@@ -198,6 +204,13 @@ def test_a_module_of_half_precision_has_float32_masters_and_its_ties(code):
     model = built("Half")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.head.weight is model.embed.weight
+
+
+def test_a_forward_that_asks_for_half_precision_is_taken_where_a_run_computes_in_it(code):
+    words = ["c.toml", "--model.name", "outputs_model:Casts", "--train.dtype", "bf16"]
+    assert main(["check", *words, "--code", "."]) == 0
+    with Trainer(load_config(words[0], [*words[1:], "--train.steps", "1", "--run.name", "casts"])) as trainer:
+        trainer.fit()
 
 
 def test_a_stage_hands_on_all_that_it_returns(code):

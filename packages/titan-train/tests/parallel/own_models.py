@@ -69,6 +69,14 @@ class Functional(Plain):
         return F.linear(self.final(x), self.words.weight)
 
 
+class Normed(Plain):
+    """A hook of the user's computes a weight from its parameter before the forward of its module."""
+
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+        nn.utils.spectral_norm(self.places)
+
+
 class Wrapped(nn.Module):
     """Names parts of parts as units of FSDP, and some that it does not have."""
 

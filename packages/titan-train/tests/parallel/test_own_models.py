@@ -10,6 +10,9 @@ from own_models import PLAIN_TABLE, Staged, Unnamed
 from titan_testing import run_ranks
 from titan_train import use_code
 from titan_train.config import parse_config
+from titan_train.models import build_model
+from titan_train.parallel.layout.degrees import build_layout
+from titan_train.parallel.outside_reads import check_reads
 from titan_train.parallel.stages import check_can_be_cut
 from titan_train.planner.memory.ranks import rehearse
 from titan_train.train import Trainer
@@ -106,6 +109,12 @@ def test_a_weight_that_is_read_outside_of_its_module_is_refused_with_what_works(
         for ranks, parallel in ((1, {}), (2, kept))
     )
     assert not failures(compare(one, two), float8=False)
+
+
+def test_a_weight_that_a_hook_reads_right_before_its_modules_forward_is_there():
+    use_code([str(Path(__file__).parent)])
+    config = parse_config({"model": {"name": "own_models:Normed", "seq_len": 32}, "train": {"global_batch": 8}})
+    check_reads(config, build_layout(config, 2), build_model(config.model, vocab_size=300))
 
 
 def test_parts_of_parts_may_be_named_as_units(folder, tmp_path):

@@ -34,8 +34,8 @@ from titan_train.parallel.tied import meaning_all_copies, skip_patterns
 from titan_train.task import Task, load_task
 from titan_train.trust.owner import describe_error, raised_in
 
-# what tensors without memory, device or process group make a forward say
-_TRIAL = re.compile(r"meta|cuda|device|memory|storage|process group", re.IGNORECASE)
+# what tensors without memory, device or process group make a forward say; weights are float32, and a run's are train.dtype
+_TRIAL = re.compile(r"meta|cuda|device|memory|storage|process group|dtype|scalar type", re.IGNORECASE)
 
 
 def check_model(
@@ -153,7 +153,7 @@ def _try_own_forward(config: Config, model: nn.Module, vocab_size: int | None, *
     What it returns is between the model and the loss where that is the task's own.
 
     Only torch's refusal of shapes and Python's of arguments counts. Any other error may come from the trial itself, which has no
-    memory, no device and no process group: it is left to the ranks, which report it if they meet it.
+    memory, no device, no process group and float32 weights: it is left to the ranks, which report it if they meet it.
     """
     tokens = torch.zeros(1, config.model.seq_len, dtype=torch.int64, device="meta")
     tried = copy_to_try(model)

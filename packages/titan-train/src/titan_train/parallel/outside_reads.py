@@ -32,9 +32,8 @@ def check_reads(config: Config, layout: Layout, model: nn.Module) -> None:
         ValueError: Names the weight, and what works.
     """
     mode = resolve_mode(config.parallel, layout, dtype=config.train.dtype)
-    by_hook = (
-        mode == "ddp" and config.parallel.compress != "none"
-    )  # DistributedDataParallel leaves weights where they are
+    # DistributedDataParallel, which compresses, leaves weights where they are
+    by_hook = mode == "ddp" and config.parallel.compress != "none"
     if mode == "none" or by_hook or layout.spec.pp > 1:
         return
     plan = fsdp.plan(model, wrapped_over(layout, mode), fsdp_policy(config, mode, model))
@@ -71,7 +70,7 @@ class _Reads(TorchFunctionMode):
         for unit in units:
             for fqn in unit.fqns:
                 module = model.get_submodule(fqn)
-                module.register_forward_pre_hook(self._begin(unit.name))
+                module.register_forward_pre_hook(self._begin(unit.name), prepend=True)  # as FSDP's
                 module.register_forward_hook(self._end(unit.name, fqn))
 
     def _begin(self, unit: str) -> Any:

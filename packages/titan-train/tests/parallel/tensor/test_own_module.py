@@ -1,6 +1,7 @@
 """A user's own module cut by patterns of names, with and without regions."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -161,6 +162,13 @@ def test_what_is_read_between_cut_linears_outside_of_regions_is_refused_without_
         del block.attn.scale
         block.attn.scale = 1.0
     check_between(model, merge_tables(model, {}, WITHOUT_REGIONS), 8)
+    for block in model.blocks:  # a norm that is cut as what it reads
+        block.attn.q = nn.Sequential(OrderedDict(linear=block.attn.q, norm=nn.RMSNorm(16, device="meta")))
+    rest = {pattern: style for pattern, style in WITHOUT_REGIONS.items() if pattern != "blocks.*.attn.q"}
+    cut = rest | {"blocks.*.attn.q.linear": "colwise", "blocks.*.attn.q.norm": "heads_norm"}
+    check_between(model, merge_tables(model, {}, cut), 8)
+    with pytest.raises(ValueError, match=r"'blocks\.0\.attn\.q\.norm\.weight' is whole"):
+        check_between(model, merge_tables(model, {}, cut | {"blocks.*.attn.q.norm": "replicated"}), 8)
 
 
 class Centred(nn.RMSNorm):
@@ -193,16 +201,17 @@ def test_a_norm_over_all_heads_that_is_no_rms_norm_is_refused(norm):
         check_tensor_parallel(model, 2, table=merge_tables(model, {}, wrong), **options)
 
 
-def norm_without_epsilon() -> float:
-    whole, x = nn.RMSNorm(8).double(), torch.linspace(-1e-6, 2e-6, 8, dtype=torch.float64)
+def norm_without_epsilon(dtype: torch.dtype) -> float:
+    whole, x = nn.RMSNorm(8).to(dtype), torch.linspace(-1e-6, 2e-6, 8, dtype=dtype)
     half = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-    part = nn.RMSNorm(4).double()
+    part = nn.RMSNorm(4).to(dtype)
     norm_over_ranks(part, dist.group.WORLD)
     return float((part(x[half]) - whole(x)[half]).detach().abs().max())
 
 
-def test_a_norm_over_ranks_takes_torchs_epsilon_where_it_has_none():
-    assert all(error < 1e-14 for error in run_ranks(norm_without_epsilon, 2))
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-14), (torch.bfloat16, 1e-4)])
+def test_a_norm_over_ranks_takes_torchs_epsilon_where_it_has_none(dtype, most):
+    assert all(error < most for error in run_ranks(norm_without_epsilon, 2, dtype))
 
 
 def test_a_pattern_for_the_rest_leaves_cut_parameters_alone():

@@ -98,7 +98,7 @@ def norm_over_ranks(module: nn.Module, group: dist.ProcessGroup) -> None:
         own = wide.square().mean(-1, keepdim=True) / group.size()
         # every rank's output depends on every rank's channels: the gradient is summed as well
         mean = share(sum_partials(own, group), group)
-        return (cast(Tensor, module.weight) * (wide * torch.rsqrt(mean + _epsilon(module, x)))).to(x.dtype)
+        return (cast(Tensor, module.weight) * (wide * torch.rsqrt(mean + _epsilon(module, wide)))).to(x.dtype)
 
     module.forward = MethodType(forward, module)  # a deep copy binds it to the copy
 
@@ -119,10 +119,10 @@ def is_rms_norm(module: nn.Module) -> bool:
     return isinstance(found, Tensor) and found.shape == want.shape and torch.allclose(found, want, rtol=1e-3)
 
 
-def _epsilon(norm: nn.Module, x: Tensor) -> float:
-    """What an RMSNorm adds to the mean square; without a number, what torch takes."""
+def _epsilon(norm: nn.Module, wide: Tensor) -> float:
+    """What an RMSNorm adds to the mean square; without a number, what torch takes for the dtype that it computes in."""
     values = [getattr(norm, name, None) for name in ("variance_epsilon", "eps")]
-    return next((float(value) for value in values if value is not None), torch.finfo(x.dtype).eps)
+    return next((float(value) for value in values if value is not None), torch.finfo(wide.dtype).eps)
 
 
 def enter(x: Tensor, group: dist.ProcessGroup, *, sequence_parallel: bool) -> Tensor:

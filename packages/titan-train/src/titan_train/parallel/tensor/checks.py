@@ -133,7 +133,9 @@ def check_between(model: nn.Module, table: StyleTable, seq_len: int) -> None:
             elif styles.get(name) == "rowwise" and not name.startswith(regions):
                 module.register_forward_pre_hook(end(name))
         model(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    cut = [f"{name}." for name, style in styles.items() if style in ("heads_norm", "kv_heads_norm")]
+    whole = [(name, p) for name, p in model.named_parameters() if not name.startswith(tuple(cut))]
+    names = {id(parameter): name for name, parameter in whole}
     for rowwise, given in inputs.items():
         read = [names[id(leaf)] for leaf in _leaves_of(given) if id(leaf) in names]
         if read:
