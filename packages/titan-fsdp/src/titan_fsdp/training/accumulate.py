@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_fsdp.loaded import compute_device
-from titan_fsdp.names import named_modules, named_parameters
+from titan_fsdp.names import named_modules
 from titan_fsdp.planning.collectives import Accumulate, check_keep
 from titan_fsdp.planning.data import PlanData
 from titan_fsdp.torch_private import drop_unreduced, fsdp_modules
@@ -89,7 +89,7 @@ def drop_unreached(model: nn.Module) -> None:
     if reached is None:
         return
     by_mesh: dict[DeviceMesh, list[nn.Parameter]] = {}
-    for _, parameter in named_parameters(model):
+    for parameter in model.parameters():
         if parameter.requires_grad and isinstance(parameter, DTensor):
             by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
     for mesh, parameters in by_mesh.items():
