@@ -66,7 +66,7 @@ CLAIMS = {
     "The processes that a command starts do not import from the working directory either": [
         f"{TRUST}::test_processes_that_a_command_starts_import_nothing_from_the_working_directory"
     ],
-    "are imported only if `metrics.trackers` or a key map's name asks for them": [
+    "are imported only if the name of a task, a tracker or a key map asks for them": [
         f"{HERE}::test_entry_points_of_trackers_and_key_maps_are_imported_only_if_a_name_asks_for_them"
     ],
     "none opens a port": [f"{HERE}::test_no_tracker_opens_a_port"],

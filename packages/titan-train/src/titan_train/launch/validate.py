@@ -112,7 +112,6 @@ def validate(config: Config, world_size: int) -> "nn.Module":
     """
     from titan_train.models import build_model
     from titan_train.optim import plan_groups
-    from titan_train.optim.compact_adamw import check_tensor_parallel_states
     from titan_train.parallel.check import check_model
     from titan_train.parallel.layout.run import plan_run
     from titan_train.parallel.structure import freeze, hold_weights
@@ -127,7 +126,10 @@ def validate(config: Config, world_size: int) -> "nn.Module":
     hold_weights(model, config.optimizer.weights)
     plan_groups(model, config.optimizer)
     check_model(config, plan.layout, plan.batch, model, task, vocab_size=task.vocab_size(config))
-    check_tensor_parallel_states(config, model, plan.layout.spec.tp)
+    if config.optimizer.states == "int8" and plan.layout.spec.tp > 1:
+        from titan_train.optim.compact_adamw import check_tensor_parallel_states  # imports torch's tensor parallelism
+
+        check_tensor_parallel_states(config, model, plan.layout.spec.tp)
     newest = newest_checkpoint(run_folder(config))
     if newest is not None:
         _check_resume(config, newest, model)

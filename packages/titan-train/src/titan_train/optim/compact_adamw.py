@@ -185,13 +185,11 @@ def _stretch(box: Chunk, start: tuple[int, ...], first: int, rows: int) -> tuple
 
 
 def check_tensor_parallel_states(config: Config, whole: nn.Module, tp: int) -> None:
-    """Refuse before any rank starts what `CompactAdamW` would refuse of linears that ``tp`` ranks cut by columns.
+    """Refuse before any rank starts what `CompactAdamW` with int8 means would refuse of linears that ``tp`` ranks cut by columns.
 
     Raises:
         ValueError: A cut goes through a block of int8 means.
     """
-    if config.optimizer.states != "int8" or tp == 1:
-        return
     table = merge_tables(whole, table_for(whole), config.parallel.tp_plan)
     for name, module in whole.named_modules():
         weight = getattr(module, "weight", None)
