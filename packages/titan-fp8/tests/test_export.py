@@ -164,7 +164,14 @@ def test_nothing_stays_of_an_export_in_another_number_of_files(tmp_path: Path) -
         assert sorted(tmp_path.iterdir()) == sorted(files)
 
 
-OTHERS = ("model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
+OTHERS = (
+    "model.safetensors",
+    "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "consolidated.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model-00001-of-00002.bin",
+)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -45,6 +45,8 @@ _SAFETENSORS_DTYPES = {
 }
 
 _WEIGHTS = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
+"""What an export writes."""
+_ANY_WEIGHTS = ("*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 """What loaders look for."""
 _WRITTEN_BY = {"written_by": "titan_fp8"}
 """In the metadata of files of weights and of their index: a later export may replace them."""
@@ -110,8 +112,8 @@ def export_hf_fp8(
     files = _split(sources, max_file_bytes)
     folder = Path(folder)
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    earlier = [path for pattern in _WEIGHTS for path in folder.glob(pattern)] if writes else []
-    _refuse_others(folder, earlier, sources)
+    earlier = _found(folder, _WEIGHTS) if writes else []
+    _refuse_others(folder, _found(folder, _ANY_WEIGHTS) if writes else [], sources)
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / _file_name(i, len(files)) for i in range(len(files))]
@@ -141,6 +143,10 @@ def export_hf_fp8(
     return paths
 
 
+def _found(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return [path for pattern in patterns for path in folder.glob(pattern)]
+
+
 def _refuse_others(folder: Path, found: list[Path], sources: list[_Source]) -> None:
     """Raise, on every rank that takes part in the gathers, if rank 0 found files of weights that no export wrote."""
     others = torch.tensor(sum(not _is_export(path) for path in found))
@@ -150,8 +156,9 @@ def _refuse_others(folder: Path, found: list[Path], sources: list[_Source]) -> N
             dist.all_reduce(others, op=dist.ReduceOp.MAX, group=group)
     if count := int(others):
         raise ValueError(
-            f"{folder} holds {count} files ({', '.join(_WEIGHTS)}) without the mark of export_hf_fp8, such as a model's "
-            "original weights, and an export would replace them. Give another folder, or move those files out of this one."
+            f"{folder} holds {count} files ({', '.join(_ANY_WEIGHTS)}) without the mark of export_hf_fp8, such as a model's "
+            "original weights, and an export would replace them, or their config.json. Give another folder, or move those "
+            "files out of this one."
         )
 
 
