@@ -107,6 +107,28 @@ def test_own_init_weights_is_used_and_sees_clean_names() -> None:
     assert torch.equal(tensor, torch.full((3, 3), 2.0))
 
 
+def test_a_parameter_that_init_weights_leaves_as_it_was_is_named() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.steps = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+
+        def init_weights(self, fqn: str, tensor: Tensor, generator: torch.Generator, std: float = 0.02) -> None:
+            if fqn.endswith("weight"):
+                tensor.normal_(std=std, generator=generator)
+
+    with torch.device("meta"):
+        model = Own()
+    init = init_for(model)
+    for filled in ("layer.weight", "steps"):  # a number that is no float cannot be told from one that was there
+        init(filled, torch.zeros_like(model.get_parameter(filled), device="cpu"), torch.Generator())
+    with pytest.raises(
+        ValueError, match=r"Own\.init_weights leaves elements of 'layer.bias' as they were.*init_parameter"
+    ):
+        materialize(model, "cpu", init)
+
+
 def test_a_parameter_that_nobody_can_fill_is_named() -> None:
     class Own(nn.Module):
         def __init__(self, size: int) -> None:

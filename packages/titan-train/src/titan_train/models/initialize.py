@@ -6,6 +6,7 @@ generator)`` for each parameter, with a generator seeded from the name, and keep
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from titan_fsdp import clean_fqn, conventional_init, unwrap
@@ -31,13 +32,13 @@ def init_for(model: nn.Module) -> InitFn:
 
     Raises:
         ValueError: The initial value of a parameter is unknown; the message names it. Raised here, or by the function
-            if a ``reset_parameters`` turns out to leave part of it as it is.
+            if an ``init_weights`` or a ``reset_parameters`` turns out to leave part of it as it is.
     """
     inner = unwrap(model)
     own, first = traits_of(inner).init_weights, traits_of(inner).init_parameter
     # Hugging Face's models have a method of this name that takes nothing and fills the whole model.
-    if own is not None and len(inspect.signature(own).parameters) == 3:
-        return lambda fqn, tensor, generator: own(clean_fqn(fqn), tensor, generator)
+    if own is not None and _takes_three(own):
+        return _filled_whole(inner, own)
     try:
         init = conventional_init(inner)
     except ValueError as err:
@@ -49,5 +50,31 @@ def init_for(model: nn.Module) -> InitFn:
     def fill(fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
         if first is None or not first(clean_fqn(fqn), tensor, generator):
             init(clean_fqn(fqn), tensor, generator)
+
+    return fill
+
+
+def _takes_three(method: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(method).bind("fqn", "tensor", "generator")
+    except TypeError:
+        return False
+    return True
+
+
+def _filled_whole(model: nn.Module, own: InitFn) -> InitFn:
+    """``own``, refused where it leaves elements as they were, which is whatever this process's memory held."""
+
+    def fill(fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
+        looked_at = tensor.is_floating_point() and tensor.numel() > 0
+        if looked_at:
+            nn.init.constant_(tensor, float("nan"))
+        own(clean_fqn(fqn), tensor, generator)
+        if looked_at and bool(tensor.detach().max().isnan()):  # unlike isnan().any(), without a mask of its size
+            raise ValueError(
+                f"{type(model).__name__}.init_weights leaves elements of {clean_fqn(fqn)!r} as they were. Fill it whole, in "
+                "place. Or name the method init_parameter, and return False for what the modules' own reset_parameters are "
+                "to fill."
+            )
 
     return fill
