@@ -1,5 +1,6 @@
 """A rank that hangs is named on every rank, with its action, within the time-out; slow ranks are left alone."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -13,7 +14,16 @@ torch = pytest.importorskip("torch")
 testing = pytest.importorskip("titan_testing")
 
 from titan_pipeline import build_schedule  # noqa: E402
-from titan_pipeline.runtime import Executor, GlooTransport, PipelineAborted, ThreadHub, TorchStage, host_transport  # noqa: E402
+from titan_pipeline.runtime import (  # noqa: E402
+    Executor,
+    GlooTransport,
+    PipelineAborted,
+    ThreadHub,
+    TiedWeight,
+    TorchStage,
+    clip_grad_norm,
+    host_transport,
+)
 from torch import nn  # noqa: E402
 
 TIMEOUT_S = 1.0
@@ -113,6 +123,55 @@ def test_a_rank_that_does_not_come_to_the_step_is_named():
     assert len(errors) == 2
     for text in errors.values():
         assert "rank 0 hangs outside of its actions: no rank has made progress for 1 s, and it has not begun" in text
+
+
+def test_a_rank_that_others_wait_for_with_a_tied_weight_is_named():
+    schedule = build_schedule("zb_h1", 2, 2)
+    free = threading.Event()
+    errors, waits = {}, []
+
+    def work(transport):
+        def finish(module):
+            if transport.rank == 1:
+                free.wait()
+
+        stages = [TorchStage(nn.Linear(3, 3), transport.rank, loss=nn.functional.mse_loss, finish=finish)]
+        tied = [TiedWeight({0: "weight", 1: "weight"})]
+        executor = Executor(schedule, stages, transport, tied=tied, hang_timeout_s=TIMEOUT_S)
+        if transport.rank == 0:
+            executor.around = lambda action: waits.append(action) or contextlib.nullcontext()
+        with pytest.raises(PipelineAborted) as caught:
+            step(executor, 2)
+        errors[transport.rank] = caught.value.failure
+        threading.Timer(TIMEOUT_S, free.set).start()
+
+    ThreadHub(2).run(work)
+    for failure in (errors[0], errors[1]):
+        assert (failure.rank, failure.action) == (1, "the reduction after 1W1")
+        assert "rank 0 waits after its actions, for a tied weight's gradient, for rank 1" in failure.error
+    assert waits[-2:] == [None, None]  # for the gradient, and for all ranks
+
+
+def test_a_rank_that_does_not_come_to_the_clip_is_named():
+    schedule = build_schedule("gpipe", 2, 2)
+    free = threading.Event()
+    errors = {}
+
+    def work(transport):
+        executor = build_executor(schedule, transport, lambda calls: None, hang_timeout_s=TIMEOUT_S)
+        step(executor, 2)
+        if transport.rank == 0:
+            free.wait()
+        with pytest.raises(PipelineAborted) as caught:
+            clip_grad_norm(executor, 1.0)
+        errors[transport.rank] = caught.value.failure
+        free.set()
+
+    ThreadHub(2).run(work)
+    for failure in (errors[0], errors[1]):
+        assert failure.hung
+        assert failure.rank == 0
+        assert "it has not come to where all ranks meet" in failure.error
 
 
 @pytest.mark.parametrize(

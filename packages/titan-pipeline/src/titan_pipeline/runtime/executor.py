@@ -99,7 +99,7 @@ class Executor:
         self.trace = trace
         """Whether the next steps record when each action ran. Set it on all ranks alike."""
         self.around: Callable[[Action | None], AbstractContextManager[object]] | None = None
-        """Gives a block to run each compute action in, to time or to label it, and with None each wait for other ranks."""
+        """Gives a block to run each compute action in, to time or to label it, and with None each wait of a step for others."""
         self._clock = HostClock() if clock is None else clock
         self._began = 0.0
         self._broken = False
@@ -341,7 +341,7 @@ class Executor:
                 keep_one(self.tied, self.stages)
             run.execute()
             if training:
-                reduce_tied(self.tied, self.stages, self.schedule.placement, transport)
+                reduce_tied(self.tied, self.stages, self.schedule.placement, transport, run.receive)
         except PipelineAborted as err:
             failure = err.failure
             transport.announce(failure)

@@ -155,7 +155,7 @@ class StepRun:
         elif self.program.local[s - 1]:
             given = self._forward.pop((s - 1, mb))
         else:
-            given = self._receive(self.program.place[s - 1], (0, s, mb))
+            given = self.receive(self.program.place[s - 1], (0, s, mb))
         if self._clock is not None:
             self.marks.append(self._clock.mark())
         target = batch.targets[mb] if s == self._last and batch.targets is not None else None
@@ -178,7 +178,7 @@ class StepRun:
         elif self.program.local[s]:
             grads = self._backward.pop((s + 1, mb))
         else:
-            grads = self._receive(self.program.place[s + 1], (1, s, mb))
+            grads = self.receive(self.program.place[s + 1], (1, s, mb))
         if self._clock is not None:
             self.marks.append(self._clock.mark())
         result = self.stages[s].backward(mb, grads, defer)
@@ -202,7 +202,8 @@ class StepRun:
     def _finish(self, s: int, mb: int) -> None:
         self._aux.append(self.stages[s].finish(self.batch.training))
 
-    def _receive(self, source: int, key: Key) -> Any:
+    def receive(self, source: int, key: Key) -> Any:
+        """One message, while the watchdog and `around` know that this rank waits; `PipelineAborted` if it will not come."""
         self.waiting = source
         if self._around is None:
             got = self.transport.receive(source, key)

@@ -26,6 +26,7 @@ from titan_pipeline.runtime.transport.messages import PeerFailure
 
 _logger = logging.getLogger("titan_pipeline")
 _VERDICT = "hang"
+_ABSENT = {"step": "it has not begun the step", "meet": "it has not come to where all ranks meet"}
 
 
 class Progress(Protocol):
@@ -58,7 +59,8 @@ class RankStatus(NamedTuple):
 
     beat: int
     """Grows with every look."""
-    step: int
+    begun: int
+    """Steps and meetings that the rank has come to: all ranks come to the same ones."""
     phase: str
     """``"idle"`` between steps, ``"step"``, or ``"meet"`` where all ranks meet."""
     position: int
@@ -80,7 +82,7 @@ class Watchdog:
         self._transport = transport
         self._timeout_s = timeout_s
         self._phase = "idle"
-        self._step = 0
+        self._begun = 0
         self._run: Progress | None = None
         self._where: Any = None
         self._main = threading.get_ident()
@@ -100,11 +102,13 @@ class Watchdog:
     def step(self, run: Progress, where: Any) -> None:
         """A step begins; ``where(position)`` gives the position in the program and the name of the action."""
         self._main = threading.get_ident()
-        self._step += 1
+        self._begun += 1
         self._run, self._where, self._phase = run, where, "step"
 
     def meet(self) -> None:
         """The rank waits for all others."""
+        self._main = threading.get_ident()
+        self._begun += 1
         self._phase = "meet"
 
     def rest(self) -> None:
@@ -141,7 +145,7 @@ class Watchdog:
         run, phase = self._run, self._phase
         position, action = self._where(run.position) if run is not None and phase == "step" else (-1, "")
         waiting = run.waiting if run is not None and phase == "step" else -1
-        seen = (self._step, phase, position, action, waiting)
+        seen = (self._begun, phase, position, action, waiting)
         now = time.monotonic()
         if seen != self._seen:
             self._seen, self._since = seen, now
@@ -172,17 +176,17 @@ class Watchdog:
 
     def _named(self, rows: dict[int, RankStatus], silent: list[int], mine: RankStatus) -> str | None:
         computing = [r for r, row in rows.items() if row.phase == "step" and row.waiting < 0 and r not in silent]
-        late = [r for r, row in rows.items() if row.phase == "idle" and row.step < mine.step]
+        late = [r for r, row in rows.items() if row.phase == "idle" and row.begun < mine.begun]
         waiting = [r for r, row in rows.items() if row.waiting >= 0]
         peers = ", ".join(
-            f"rank {r} waits at {rows[r].action} for rank {rows[r].waiting}" for r in waiting if r not in silent
+            f"rank {r} waits {_place(rows[r].action)} for rank {rows[r].waiting}" for r in waiting if r not in silent
         )
         if computing:
             rank, error = computing[0], "it computes"
         elif silent:
             rank, error = silent[0], "its process does not answer any more"
         elif late:
-            rank, error = late[0], "it has not begun the step"
+            rank, error = late[0], _ABSENT[mine.phase]
         elif waiting:
             rank, error = waiting[0], f"it waits for a message of rank {rows[waiting[0]].waiting}"
         else:
@@ -190,6 +194,10 @@ class Watchdog:
         row = rows[rank]
         text = f"no rank has made progress for {self._timeout_s:g} s, and {error}"
         return json.dumps([rank, row.position, row.action, f"{text} ({peers})" if peers else text])
+
+
+def _place(action: str) -> str:
+    return f"at {action}" if action else "after its actions, for a tied weight's gradient,"
 
 
 def _watch(watchdog: "weakref.ref[Watchdog]", ended: threading.Event, period: float) -> None:

@@ -11,7 +11,7 @@ Data-parallel gradients are summed after their reduction; of FSDP's, each rank s
 must be sharded alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_pipeline.runtime.transport.base import Transport
-from titan_pipeline.runtime.transport.messages import Key, PeerFailure, PipelineAborted
+from titan_pipeline.runtime.transport.messages import Key
 
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """What DistributedDataParallel, compilation and recomputation add to the names of what they wrap."""
@@ -140,12 +140,16 @@ def keep_one(tied: Sequence[TiedWeight], stages: Mapping[int, Any]) -> None:
 
 
 def reduce_tied(
-    tied: Sequence[TiedWeight], stages: Mapping[int, Any], placement: Sequence[int], transport: Transport
+    tied: Sequence[TiedWeight],
+    stages: Mapping[int, Any],
+    placement: Sequence[int],
+    transport: Transport,
+    receive: Callable[[int, Key], Any],
 ) -> None:
     """Give every copy the sum of all copies' gradients.
 
     A stage that shares its parameter with an earlier one of its rank, or whose parameter is frozen, sends and receives None:
-    the number of messages depends on the placement alone, which all ranks know.
+    the number of messages depends on the placement alone, which all ranks know. ``receive`` is the step's.
 
     Raises:
         ValueError: If some copies are frozen and others are not.
@@ -158,10 +162,10 @@ def reduce_tied(
             if s in grads and placement[s] != home:
                 transport.send(home, (2, s, index), (grads[s],))
         if first in stages:
-            _sum_at_home(weight, grads, placement, index, transport)
+            _sum_at_home(weight, grads, placement, index, transport, receive)
         for s in others:
             if s in grads and placement[s] != home:
-                total, mine = _receive(transport, home, (3, s, index)), grads[s]
+                (total,), mine = receive(home, (3, s, index)), grads[s]
                 if total is not None and mine is not None:
                     mine.copy_(total)
 
@@ -172,11 +176,14 @@ def _sum_at_home(
     placement: Sequence[int],
     index: int,
     transport: Transport,
+    receive: Callable[[int, Key], Any],
 ) -> None:
     """On the rank of the first stage: add the gradients in the order of the stages, and hand the sum back."""
     stages = sorted(weight.names)
     home = placement[stages[0]]
-    parts = {s: grads[s] if placement[s] == home else _receive(transport, placement[s], (2, s, index)) for s in stages}
+    parts: dict[int, Tensor | None] = {
+        s: grads[s] if placement[s] == home else receive(placement[s], (2, s, index))[0] for s in stages
+    }
     first_of_rank = {placement[s]: s for s in reversed(stages)}
     _check_frozen(weight, {s: parts[s] is not None for s in first_of_rank.values()})
     total: Tensor | None = None
@@ -231,10 +238,3 @@ def _distinct_gradients(weight: TiedWeight, stages: Mapping[int, Any]) -> dict[i
         grad = parameter.grad
         grads[s] = grad.to_local() if isinstance(grad, DTensor) else grad
     return grads
-
-
-def _receive(transport: Transport, source: int, key: Key) -> Tensor | None:
-    got = transport.receive(source, key)
-    if isinstance(got, PeerFailure):
-        raise PipelineAborted(got)
-    return got[0]
