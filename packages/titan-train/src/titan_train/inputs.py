@@ -69,24 +69,33 @@ class Inputs:
         """None: `titan_train.tasks.text` samples."""
 
 
-def check_same_inputs(inputs: Inputs) -> None:
-    """Refuse ranks that read other tokens: what machines prepared on their own may differ. Collective.
+def check_same_inputs(inputs: TaskInputs) -> None:
+    """Refuse ranks that read other data: what machines hold, or prepared on their own, may differ. Collective.
+
+    Of a stream, the names and sizes of its files are compared.
 
     Raises:
         ValueError: On every rank, naming those that differ from rank 0.
     """
     from titan_train.exchange import gather_values
 
-    held_out = "" if inputs.validation is None else inputs.validation.fingerprint
-    every = gather_values([inputs.train.tokenizer, inputs.train.fingerprint, held_out])
-    for number, what in enumerate(("tokenizer", "tokens", "held-out tokens")):
-        found = [own[number] for own in every]
-        if unlike := [rank for rank, value in enumerate(found) if value != found[0]]:
+    own = {
+        "tokenizer": getattr(inputs.train, "tokenizer", ""),
+        "data": getattr(inputs.train, "fingerprint", ""),
+        "held-out data": getattr(inputs.validation, "fingerprint", ""),
+    }
+    if isinstance(inputs.train, PackedDataset):
+        own |= {f"stream {name!r}": files for name, files in inputs.train.streamed_files().items()}
+    every = gather_values(own)
+    for what, first in every[0].items():
+        found = [of_rank.get(what, "") for of_rank in every]
+        if unlike := [rank for rank, value in enumerate(found) if value != first]:
             ranks = f"rank {unlike[0]}" if len(unlike) == 1 else f"{len(unlike)} ranks ({unlike[0]} to {unlike[-1]})"
             raise ValueError(
-                f"the {what} of {ranks} of {len(found)} are not those of rank 0: {found[unlike[0]][:16]!r} and {found[0][:16]!r} "
-                "(fingerprints). Their machines prepared other text, or their caches differ. Give every machine the same files, "
-                'or one data.cache_dir that all share; kind="stdlib" reads the library of each machine\'s own Python.'
+                f"the {what} of {ranks} of {len(found)} is not that of rank 0: {str(found[unlike[0]])[:16]!r} and "
+                f"{str(first)[:16]!r} (fingerprints). Their machines hold or prepared other data. Give every machine the same "
+                'files, or, of prepared text, one data.cache_dir that all share; kind="stdlib" reads the library of each '
+                "machine's own Python."
             )
 
 

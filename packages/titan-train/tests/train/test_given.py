@@ -1,8 +1,13 @@
 """A program's own batches, loss and optimizer: the numbers of a plain loop, an exact resume, and what is refused."""
 
+import contextlib
 import json
 import math
+import os
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +22,9 @@ from titan_train.models import build_model
 from titan_train.observe import run_info
 from titan_train.observe.run_info import versions
 from titan_train.optim.spikes import Spikes
+from titan_train.run_folder import run_folder, stage, staged_folder
+from titan_train.task import load_task
+from titan_train.tasks.diffusion.sampling import write_png
 from titan_train.tasks.vision.task import VisionTask
 from titan_train.train import process
 from titan_train.train.best import BestValidation
@@ -278,24 +286,51 @@ def test_numbered_samples_of_a_program_are_read_as_the_configurations_own(tmp_pa
     assert fit(own).losses == fit(config(tmp_path, "given"), data=open_inputs(own).train).losses
 
 
-def on_machines_with_other_text(folder):
+def on_machine(folder, write, **sections):
+    """The refusal of this rank, whose machine holds what ``write`` puts into a folder."""
     rank = torch.distributed.get_rank()
     mine = folder / f"machine-{rank}"
-    mine.mkdir()
-    write_text(mine)
-    if rank:
-        (mine / "text.txt").write_text("other text " * 200)
-    settings = config(mine, "run", parallel={"dp_shard": 2})
-    prepare_inputs(settings, quiet=True)
-    with pytest.raises(ValueError, match="fingerprints") as caught:
-        Trainer(settings)
+    mine.mkdir(parents=True)
+    write(mine, rank)
+    with contextlib.chdir(mine):
+        settings = config("", "run", parallel={"dp_shard": 2}, **sections)
+        load_task(settings).prepare(settings, quiet=True)
+        with pytest.raises(ValueError, match="fingerprints") as caught:
+            Trainer(settings)
     return str(caught.value)
 
 
-def test_ranks_whose_machines_prepared_other_text_are_refused_alike(tmp_path):
-    first, second = run_ranks(on_machines_with_other_text, 2, tmp_path)
+def other_text(mine, rank):
+    write_text(mine)
+    if rank:
+        (mine / "text.txt").write_text("other text " * 200)
+
+
+def fewer_images(mine, rank):
+    """One image of the second machine is cut short: its line is left out there."""
+    lines = [{"image": f"{number}.png", "prompt": "What?", "answer": f"{number}"} for number in range(8)]
+    for line in lines:
+        write_png(mine / line["image"], np.zeros((64, 64, 3), np.uint8))
+    if rank:
+        (mine / "5.png").write_bytes(b"")
+    (mine / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def on_machines_with_other_data(folder):
+    stream = {"name": "web", "kind": "text", "paths": ["."], "stream": True, "stream_window": 4}
+    images = {"source": "jsonl", "paths": ["lines.jsonl"], "held_out": 2, "max_image_tokens": 16}
+    return [
+        on_machine(folder / "text", other_text),
+        on_machine(folder / "stream", other_text, data={"sources": [stream]}),
+        on_machine(folder / "images", fewer_images, model={"name": "qwen3_vl_debug", "seq_len": 64}, vision=images),
+    ]
+
+
+def test_ranks_whose_machines_hold_other_data_are_refused_alike(tmp_path):
+    first, second = run_ranks(on_machines_with_other_data, 2, tmp_path)
     assert first == second
-    assert first.startswith("the tokens of rank 1 of 2 are not those of rank 0")
+    for said, what in zip(first, ("data", "stream 'web'", "data"), strict=True):
+        assert said.startswith(f"the {what} of rank 1 of 2 is not that of rank 0")
 
 
 def with_other_versions(folder):
@@ -410,3 +445,52 @@ def short_rows(folder):
 def test_a_run_under_sequence_parallelism_takes_rows_of_even_lengths_only(tmp_path):
     with pytest.raises(Exception, match="ValueError: data gave rows of 31 tokens"):
         run_ranks(short_rows, 2, tmp_path)
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from titan_train.run_folder import Lease
+Lease(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_program_does_not_touch_the_folder_of_a_run_under_way_and_holds_its_own(tmp_path):
+    given = config(tmp_path, "alone")
+    trainer = fit(given, data=batches(), until=2)
+    before = {file: file.read_bytes() for file in trainer.run_dir.iterdir() if file.is_file()}
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, trainer.run_dir], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"is in use: process {holder.pid} on host "):
+            Trainer(given, data=batches())
+        assert {file: file.read_bytes() for file in before} == before
+    finally:
+        holder.kill()
+        holder.communicate()
+    with Trainer(given, data=batches()) as trainer:
+        assert (trainer.run_dir / "lease.json").exists()
+        refused = subprocess.run([sys.executable, "-c", HOLD, trainer.run_dir], capture_output=True, text=True)
+        assert f"is in use: process {os.getpid()} on host " in refused.stderr
+        with Trainer(given, data=batches()) as again:  # of the same process
+            assert again.step == 2
+    assert not (trainer.run_dir / "lease.json").exists()
+
+
+def test_a_program_takes_nothing_that_a_command_staged_and_left(tmp_path):
+    given = config(tmp_path, "staged")
+    fit(given, data=batches(), until=2)
+    stage(config(tmp_path, "staged", model={"name": "gpt_debug"}), tmp_path / "runs" / "staged")
+    with Trainer(given, data=batches()) as trainer:
+        assert trainer.step == 2
+    assert load_config(str(trainer.run_dir / "config.toml")).model.name == "llama3_debug"
+    assert not staged_folder(trainer.run_dir).exists()
+
+
+def test_the_configuration_in_a_folder_of_a_programs_choice_names_that_folder(tmp_path):
+    trainer = Trainer(config(tmp_path, "named"), tmp_path / "elsewhere" / "chosen", data=batches())
+    trainer.close()
+    assert run_folder(load_config(str(trainer.run_dir / "config.toml"))) == tmp_path / "elsewhere" / "chosen"

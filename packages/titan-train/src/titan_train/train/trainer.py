@@ -15,7 +15,8 @@ from titan_train.config import Config
 from titan_train.config.ramp import BatchRamp
 from titan_train.data import DataLoader
 from titan_train.data.loader.iterated import Loader
-from titan_train.inputs import GivenInputs, Inputs, check_same_inputs
+from titan_train.exchange import gather_values
+from titan_train.inputs import GivenInputs, check_same_inputs
 from titan_train.models import build_model
 from titan_train.observe import ValidationRecord, add_run_info
 from titan_train.optim import build_optimizer, build_scheduler
@@ -28,8 +29,9 @@ from titan_train.parallel.layout.run import RunPlan, plan_run
 from titan_train.parallel.qk_clip import QKClip, layer_of
 from titan_train.run_folder import (
     check_unused,
+    discard,
     keep_model,
-    resolve_starts,
+    lease_of_program,
     run_folder,
     take_effect,
     with_kept_model,
@@ -42,7 +44,7 @@ from titan_train.train.loop import TrainingLoop
 from titan_train.train.measure import StepMeasure, drop_outdated
 from titan_train.train.observer import Observer
 from titan_train.train.observers import build_observers
-from titan_train.train.process import SaveRequests, check_same_versions, device_name, set_up_process
+from titan_train.train.process import SaveRequests, check_same_versions, device_name, resolve_same_starts, set_up_process
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.run_log import RunLog, describe_task
 from titan_train.train.step import OptimizerStep
@@ -91,12 +93,14 @@ class Trainer(TrainingLoop):
             callbacks: Observers of your own, called after the run's; on every rank the same.
 
         Raises:
-            ValueError: The configuration does not fit the ranks, or the checkpoint was made with other data.
+            ValueError: The configuration does not fit the ranks, the checkpoint was made with other data, or another run writes to
+                the folder.
         """
         self.run_dir = Path(run_dir) if run_dir is not None else run_folder(config)
         if monitor is None:  # a launcher's command has looked, and its restarts resume
             check_unused(config, self.run_dir)
-        self._as_given = resolve_starts(config, self.run_dir)
+            config = _in_folder(config, self.run_dir)
+        self._as_given = resolve_same_starts(config, self.run_dir)
         self.config = config = with_kept_model(self._as_given, self.run_dir)
         self.task = task or load_task(config)
         if validation_data is not None and data is None:
@@ -113,16 +117,18 @@ class Trainer(TrainingLoop):
         plan = plan_run(config, world_size, device=self.device.type)
         self.batch_plan = plan.batch
 
-        # what an error ends in a run of one rank; where there are more, another may be waiting in a collective of it
-        self._if_alone = contextlib.ExitStack()
+        # closed without any other rank; no group of several, where another may be waiting in a collective
+        self._local = contextlib.ExitStack()
         self.mesh: Mesh | None = None
         if dist.is_initialized() or plan.mode != "none":  # alone, `build` makes a group of one and ends it on close
             patience = datetime.timedelta(seconds=config.launch.timeout_s)  # a rank may read torch from a cold disk
             self.mesh = build(plan.layout, device_type=self.device.type, timeout=patience, agree_within=patience)
             if world_size == 1:
-                self._if_alone.callback(self.mesh.close, barrier=False)
+                self._local.callback(self.mesh.close, barrier=False)
         self._closed = False
         try:
+            if monitor is None:
+                self._take_folder(world_size)
             if data is None and monitor is None and world_size == 1:  # no launcher has prepared the inputs
                 self.task.prepare(_in_folder(config, self.run_dir))
             self._build(config, plan, world_size)
@@ -130,7 +136,7 @@ class Trainer(TrainingLoop):
             self.observers = build_observers(self, monitor, self._measure, self.log, callbacks)
             self._start(plan)
         except BaseException:
-            self._if_alone.close()
+            self._local.close()
             raise
 
     def _build(self, config: Config, plan: RunPlan, world_size: int) -> None:
@@ -142,7 +148,7 @@ class Trainer(TrainingLoop):
         )
         if self._data is None:
             self._inputs: TaskInputs = self.task.open(_in_folder(config, self.run_dir))
-            if world_size > 1 and isinstance(self._inputs, Inputs):
+            if world_size > 1:
                 check_same_inputs(self._inputs)
         else:
             self._inputs = GivenInputs(config, self.task, self._data, self._validation_data)
@@ -205,12 +211,29 @@ class Trainer(TrainingLoop):
             own_optimizer=self._make_optimizer is not None,
         )
         if world_size == 1:
-            self._if_alone.callback(self._checkpoints.checkpointer.close)
+            self._local.callback(self._checkpoints.checkpointer.close)
         self.step = self._checkpoints.restore()
         if lacks := self._data_lacks(self.step):
             raise ValueError(lacks)
         self._requests = SaveRequests()
         self.losses = []
+
+    def _take_folder(self, world_size: int) -> None:
+        """Make sure that no other run writes to the folder, as a command does for its own. Collective."""
+        refusal = ""
+        if self.rank == 0:
+            try:
+                lease = lease_of_program(self.run_dir)
+            except (OSError, ValueError) as err:
+                refusal = str(err)
+            else:
+                if lease is not None:  # else it is a torchrun worker's, or an earlier trainer's of this process
+                    self._local.callback(lease.release)
+                    discard(self.run_dir)  # of a command that was killed
+        if world_size > 1:
+            refusal = gather_values(refusal)[0]
+        if refusal:
+            raise ValueError(refusal)
 
     def _start(self, plan: RunPlan) -> None:
         """Let the attempt take effect, once every rank has restored, and begin to record it."""
@@ -324,7 +347,7 @@ class Trainer(TrainingLoop):
                 self._inputs.train.close()
             for observer in self.observers:
                 observer.on_end()
-            self._if_alone.close()
+            self._local.close()
 
     def __enter__(self) -> "Trainer":
         return self

@@ -182,6 +182,10 @@ class PackedDataset(BatchSource):
         for name, stream in self._streams.items():
             stream.load_state(states.get(name))
 
+    def streamed_files(self) -> dict[str, str]:
+        """Hash (hex) of the names and sizes of each stream's files."""
+        return {name: stream.files_hash() for name, stream in self._streams.items()}
+
     def close(self) -> None:
         for stream in self._streams.values():
             stream.close()

@@ -49,6 +49,10 @@ class StreamedRows(TokenRows, Protocol):
         """Hash (hex) of what decides its samples besides the files, which its state identifies."""
         ...
 
+    def files_hash(self) -> str:
+        """Hash (hex) of the names and sizes of its files: one that differs on another machine reads other samples there."""
+        ...
+
     def require(self, samples: int) -> None:
         """Have the first ``samples`` samples at hand, or raise on every rank alike."""
         ...

@@ -19,7 +19,7 @@ from titan_train.data.shards.format import ShardInfo, ShardWriter
 from titan_train.data.shards.token_source import ShardedTokens
 from titan_train.data.sources.chat import Conversations
 from titan_train.data.sources.documents import list_files
-from titan_train.data.stream.reader import PassCounts, Stamp, StreamCursor, StreamReader, stamps_of
+from titan_train.data.stream.reader import PassCounts, Stamp, StreamCursor, StreamReader, hash_of, stamps_of
 from titan_train.tokenizers import Tokenizer
 
 # Ranks stand at most a step apart; a block removed before somebody reads it is made again.
@@ -105,6 +105,10 @@ class StreamBlocks:
         """Name and size of each file that a block was read from; those that a checkpoint gave if the block is not on record."""
         found = next((record.files for record in self._records() if record.block == number), None)
         return self._given_files if found is None else [[name, size] for name, size, _ in found]
+
+    def files_hash(self) -> str:
+        """Hash (hex) of the names and sizes of all files."""
+        return hash_of(stamps_of(self._files))
 
     def give(self, number: int, cursor: StreamCursor | None, files: list[list[Any]]) -> None:
         """Set where a block begins, as a checkpoint states it, unless it is at the first document.

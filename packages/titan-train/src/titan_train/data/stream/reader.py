@@ -58,7 +58,7 @@ class StreamCursor:
                 f"{len(stamps)} files. Restore the file, or allow it: checkpoint.allow_data_change=true."
             )
         for number in numbers:
-            if _hash_of(stamps[:number]) == self.before:
+            if hash_of(stamps[:number]) == self.before:
                 return number
         raise ValueError(
             f"the stream of source {source!r} was at {self.file!r}, line {self.line}, but a file before it in the order of "
@@ -87,7 +87,7 @@ def stamps_of(files: Sequence[CorpusFile]) -> list[Stamp]:
     return [file.stamp() for file in files]
 
 
-def _hash_of(stamps: Sequence[Stamp]) -> str:
+def hash_of(stamps: Sequence[Stamp]) -> str:
     """Hash (hex) of names and sizes."""
     return hashlib.sha256(json.dumps([stamp[:2] for stamp in stamps]).encode()).hexdigest()[:32]
 
@@ -241,7 +241,7 @@ class StreamReader:
             line=line,
             byte=byte,
             skip=self._used,
-            before=_hash_of(stamps_of(self._files[: place.file])),
+            before=hash_of(stamps_of(self._files[: place.file])),
         )
 
     @property

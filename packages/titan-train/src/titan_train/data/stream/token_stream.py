@@ -88,6 +88,10 @@ class TokenStream:
                 self._required = number
             self._block(number)
 
+    def files_hash(self) -> str:
+        """Hash (hex) of the names and sizes of all its files."""
+        return self._blocks.files_hash()
+
     def state(self, samples: int) -> list[Any] | None:
         """Where the block of the next sample begins, as JSON: its number, its cursor (None in the first block), the files of the
         last block that was read, and the fingerprint; None before the first sample.
