@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 
 import pytest
+import torch.distributed as dist
 from ckpt_loop import flip_last_byte
 from titan_ckpt import Checkpointer, DamageError, TrainState
 from titan_ckpt.steps.claim import LOCK_NAME, Process, release_root, take_root
@@ -51,6 +52,22 @@ def test_a_step_found_damaged_counts_for_nothing_after_another_restore_either(tm
     assert ck.restore(state_of(), 2) == 2
     ck.save(4, state_of(4.0))
     assert ck.steps() == [2, 3, 4]
+
+
+def restore_own(root):
+    state = state_of(0.0)
+    with pytest.raises(ValueError, match="asks for step") as error:
+        Checkpointer(root).restore(state, dist.get_rank() + 1)
+    return str(error.value), float(state.model.weight[0, 0])
+
+
+def test_ranks_that_ask_for_different_steps_are_refused_on_all_and_restore_none(tmp_path):
+    ck = Checkpointer(tmp_path)
+    for step in (1, 2):
+        ck.save(step, state_of(step))
+    for error, weight in run_ranks(restore_own, 2, str(tmp_path)):
+        assert error.startswith("rank 0 asks for step 1, and rank 1 for step 2")
+        assert weight == 0.0
 
 
 def test_a_folder_that_another_running_process_saves_to_is_refused_and_left_as_it_is(tmp_path):

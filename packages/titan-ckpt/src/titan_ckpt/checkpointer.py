@@ -218,7 +218,7 @@ class Checkpointer:
 
         Args:
             state: What to fill. Parts that are left out are not loaded.
-            step: A step's number, or "latest".
+            step: A step's number, or "latest"; equal on every rank.
             verify: "touched" checks the 4 MiB blocks that are read, "all" every block of the step, "none" only manifest,
                 index, state files and sizes.
             strict: Refuse names and dtypes that differ. False loads what matches and converts dtypes.
@@ -233,7 +233,7 @@ class Checkpointer:
             DamageError: On every rank, if any rank finds damage. It lists file, tensors, block and byte. With
                 ``fallback`` it is a `NoIntactStepError`: every older step is damaged too.
             NoSuchStepError: On every rank, if the step does not exist.
-            ValueError: If the step does not fit the state.
+            ValueError: If the step does not fit the state. On every rank, if the ranks ask for different steps.
         """
         self._check_open()
         step = step if step == "latest" else _whole(step, "step")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from titan_testing import run_ranks
 from titan_train.cli import main
 from titan_train.config import dump_config, load_config, parse_config
@@ -110,6 +111,31 @@ def test_a_branch_continues_its_parent_in_another_folder_on_any_layout(folder):
                 resolve_starts(config)
         else:  # the losses of both are on record
             assert resolve_starts(config).checkpoint.start_from == f"{parent}@8"
+
+
+def begun_in_own(folder, start, init):
+    """Where a rank began whose own command found step 4 (rank 0) or step 8, and counted a decay from there."""
+    found = (4, 8)[dist.get_rank()]
+    sections = {"train": {"steps": found + 2}, "schedule": {"warmup_steps": 2, "decay_steps": found // 4}}
+    sections |= {
+        "checkpoint": {"start_from": start and f"{start}@{found}"},
+        "model": {"init": init and f"{init}@{found}"},
+    }
+    try:
+        with Trainer(configure(folder, "same", **sections)) as trainer:
+            config = trainer.config
+            return config.checkpoint.start_from or config.model.init, config.train.steps, config.schedule.decay_steps
+    except ValueError as err:
+        return str(err)
+
+
+def test_ranks_whose_commands_found_different_steps_of_the_other_run_begin_where_rank_0_does(folder):
+    folder, _ = folder
+    parent = f"{folder}/runs/parent"
+    assert run_ranks(begun_in_own, 2, folder, parent, "") == [(f"{parent}@4", 6, 1)] * 2
+    assert run_ranks(begun_in_own, 2, folder, "", f"run:{parent}") == [(f"run:{parent}@4", 6, 1)] * 2
+    for error in run_ranks(begun_in_own, 2, folder, f"{folder}/nowhere", ""):
+        assert "nowhere is not a run's folder" in error
 
 
 def test_check_refuses_a_branch_that_its_parent_does_not_fit_in_the_words_of_run(folder, tmp_path, capsys):

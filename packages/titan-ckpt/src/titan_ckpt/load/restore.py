@@ -67,6 +67,7 @@ def restore_newest(
 ) -> int:
     """As `Checkpointer.restore`. ``passed_over`` gets the damaged steps that were not used, newest first. Collective."""
     passed_over.clear()
+    _refuse_different(step, comm)
     for attempt in range(1, _LISTINGS + 1):
         present = _listed(root, comm)
         if step != "latest":  # it and the older ones
@@ -92,6 +93,16 @@ def restore_newest(
                 passed_over.append((number, damage))
                 _log.warning("step %d is not used, an older one is tried: %s", number, err)
     raise AssertionError("unreachable: the last listing returns or raises")
+
+
+def _refuse_different(step: int | Literal["latest"], comm: ByteComm) -> None:
+    asked = [reply.decode() for reply in comm.all_gather(str(step).encode())]
+    other = next((rank for rank, theirs in enumerate(asked) if theirs != asked[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"rank 0 asks for step {asked[0]}, and rank {other} for step {asked[other]}: the restored state would be a mixture. "
+            "Choose the step on one rank, and send it to the others."
+        )
 
 
 def _listed(root: StorePath, comm: ByteComm) -> list[tuple[int, str]]:

@@ -1,8 +1,9 @@
 """Other runs as starting points: ``DIR``, which is the checkpoint saved last, ``DIR@STEP`` or ``DIR@best``.
 
 `checkpoint.start_from` branches: weights, optimizer and data position of that step, into another folder. ``model.init = "run:…"``
-takes the weights alone. Both are resolved to one step before any rank starts, since the other run may still be training. Once a
-run has a checkpoint of its own, that counts, and what it began with is on record.
+takes the weights alone. Both are resolved to one step, since the other run may still be training: by the command before any rank
+starts, and where each machine or rank has a command of its own, all ranks take rank 0's. Once a run has a checkpoint of its own,
+that counts, and what it began with is on record.
 """
 
 from dataclasses import replace

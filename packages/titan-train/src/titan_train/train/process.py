@@ -1,4 +1,4 @@
-"""What a rank's process is set to: its device, its seeds, its versions, and SIGTERM and SIGUSR1 as requests.
+"""What a rank's process is set to: its device, its seeds, its versions, its run's start, and SIGTERM and SIGUSR1 as requests.
 
 A signal reaches ranks at different moments, and a rank that stopped alone would leave its peers in a collective. So
 a handler only sets a flag; the trainer sums the flags of all ranks in the collective it makes every step anyway.
@@ -11,14 +11,21 @@ import signal
 import threading
 import warnings
 from collections.abc import Generator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from titan_ckpt.comm import ByteComm
 
-from titan_train.config import Config
+from titan_train.config import Config, ScheduleConfig
+from titan_train.config.published import RUN
 from titan_train.exchange import gather_values
 from titan_train.host_memory import keep_freed_memory
 from titan_train.observe.run_info import versions
+from titan_train.run_folder import resolve_starts
 
 
 def set_up_process(config: Config) -> torch.device:
@@ -54,6 +61,29 @@ def check_same_versions() -> None:
                 raise ValueError(
                     f"{name} is {other} on rank {rank} and {mine} on rank 0: install the same version on every machine."
                 )
+
+
+def resolve_same_starts(config: Config, run_dir: Path) -> Config:
+    """As `resolve_starts`, with what rank 0 finds on every rank: the other run may save between the looks of two. Collective.
+
+    Length and schedule of a decay, which a command on each machine counts from the step that it found, are rank 0's too.
+    """
+    named = config.checkpoint.start_from or config.model.init.startswith(RUN)
+    if not named or not dist.is_initialized() or dist.get_world_size() == 1:
+        return resolve_starts(config, run_dir)
+
+    def look() -> list[Any]:
+        found = resolve_starts(config, run_dir)
+        return [found.checkpoint.start_from, found.model.init, found.train.steps, asdict(found.schedule)]
+
+    start, init, steps, schedule = ByteComm().from_rank0(look, "resolving where the run begins", lambda err: err)
+    return replace(
+        config,
+        checkpoint=replace(config.checkpoint, start_from=start),
+        model=replace(config.model, init=init),
+        train=replace(config.train, steps=steps),
+        schedule=ScheduleConfig(**schedule),
+    )
 
 
 def device_name(device: torch.device) -> str:
