@@ -1,10 +1,13 @@
 """A Ray cluster of two nodes on this machine, Ray's own way to test several nodes."""
 
+import os
 import re
 import signal
 import socket
 import sys
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ from ray_nodes import SMALL, ray_cluster
 from titan_train.config import Config, LaunchConfig
 from titan_train.config.launch import RayConfig
 from titan_train.launch.job import Attempt
+from titan_train.launch.place.ray import cluster as cluster_module
 from titan_train.launch.place.ray import launcher as ray
 from titan_train.launch.place.ray.actor import NodeActor
 from titan_train.launch.place.ray.cluster import connect, node_versions
@@ -172,6 +176,28 @@ def test_ray_that_is_not_installed_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"pip install 'titan-train\[ray\]'"):
         connect(LaunchConfig(launcher="ray"), 2)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:1"])
+def test_actors_do_not_import_from_the_working_directory(monkeypatch, tmp_path, address):
+    seen = []
+
+    def init(**_):
+        seen.append(Path.cwd())  # Ray puts it before all else on the import path of every actor
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    monkeypatch.setattr(cluster_module, "_check_reachable", lambda _: None)
+    connect(LaunchConfig(launcher="ray", ray=RayConfig(address=address)), 2)
+    assert seen == [Path(sysconfig.get_path("stdlib")).resolve()]
+    assert Path.cwd() == tmp_path
+
+    monkeypatch.setattr("titan_train.launch.place.ray.actor.NodeAgent", lambda _: None)
+    monkeypatch.setattr("titan_train.launch.place.ray.actor._own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    NodeActor(str(tmp_path), {}, os.pathsep, 1, idle_s=None)
+    assert not {"", ".", str(tmp_path)} & set(sys.path)
 
 
 def test_a_node_with_other_versions_or_without_the_run_folder_is_refused():

@@ -42,7 +42,8 @@ class NodeActor:
         os.environ.update(environ)
         if Path(folder).is_dir():
             os.chdir(folder)
-        sys.path += [path for path in code.split(os.pathsep) if path not in sys.path and Path(path).is_dir()]
+        folders = filter(None, code.split(os.pathsep))  # an empty one would be the working directory
+        sys.path += [path for path in folders if path not in sys.path and Path(path).is_dir()]
         self._address = _own_address()
         if interface := _interface_of(self._address):  # or gloo and NCCL take the first one that a name server knows
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

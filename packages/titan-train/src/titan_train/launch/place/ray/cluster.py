@@ -1,5 +1,6 @@
 """Connecting to a Ray cluster or starting one here: what its nodes share, and how a run names its actors there."""
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -40,12 +41,14 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
         raise ValueError("--launcher ray needs Ray, which is not installed: pip install 'titan-train[ray]'.") from None
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if not address:
-        _start_here(ray, max(1, round(launch.ray.cpus_per_rank * world_size + 0.5)), options)
+        with _away():
+            _start_here(ray, max(1, round(launch.ray.cpus_per_rank * world_size + 0.5)), options)
         return ray
     _check_reachable(address)
     before = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     try:
-        ray.init(address=address, **options)
+        with _away():
+            ray.init(address=address, **options)
     except ConnectionError as err:
         raise ValueError(f"no Ray cluster at launch.ray.address={address!r}: {first_line(err)}") from err
     except RuntimeError as err:
@@ -53,6 +56,14 @@ def connect(launch: LaunchConfig, world_size: int) -> Any:
     if before is not None:  # Ray takes SIGTERM for itself
         signal.signal(signal.SIGTERM, before)
     return ray
+
+
+def _away() -> contextlib.AbstractContextManager[None]:
+    """Leave the working directory, which Ray puts before all else on the import path of every actor.
+
+    Python's own library is entered in its place: it is on that path already.
+    """
+    return contextlib.chdir(Path(os.__file__).parent)
 
 
 def _start_here(ray: Any, cpus: int, options: dict[str, Any]) -> None:
