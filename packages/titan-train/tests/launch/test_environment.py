@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from titan_train.config import LaunchConfig
-from titan_train.launch.rank import environment
+from titan_train.config import Config, LaunchConfig
+from titan_train.launch.rank import environment, worker
 from titan_train.launch.rank.environment import check_environment, check_meeting_place
-from titan_train.launch.rank.info import ranks_from_torchrun
+from titan_train.launch.rank.info import RankInfo, ranks_from_torchrun
 
 TORCHRUN = {
     "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
@@ -98,3 +98,24 @@ def test_the_command_says_so_without_a_traceback(tmp_path, variables):
     assert done.stderr.splitlines()[-1].startswith("error: ")  # libgomp says its own word before
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("asked", ["", "eth7"])
+def test_ranks_that_meet_through_a_file_talk_over_loopback(monkeypatch, tmp_path, asked):
+    class Seen(Exception):
+        pass
+
+    def init(*_, **__):
+        raise Seen
+
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    environ |= {"NCCL_SOCKET_IFNAME": asked} if asked else {}
+    monkeypatch.setattr(os, "environ", environ)
+    monkeypatch.setattr("torch.distributed.init_process_group", init)
+    with (
+        pytest.raises(Seen),
+        worker._process_group(Config(), RankInfo(0, 0, 1, 1, "cpu", str(tmp_path / "store")), None),
+    ):
+        pass
+    assert [environ[name] for name in names] == ["lo", asked or "lo"]

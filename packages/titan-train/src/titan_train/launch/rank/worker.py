@@ -138,7 +138,8 @@ def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | No
         dist.init_process_group(backend, timeout=timeout)
     else:
         if ranks.store.startswith("/"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            for library in ("GLOO", "NCCL"):  # all ranks are here; NCCL takes loopback only where it is named
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
             store: dist.Store = dist.FileStore(ranks.store, ranks.world_size)  # pyright: ignore[reportPrivateImportUsage]
         else:
             store = _tcp_store(ranks, timeout, listener)

@@ -97,7 +97,8 @@ def _rank(rank: int, size: int, gpus: bool, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
     if gpus:
