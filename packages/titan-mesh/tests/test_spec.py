@@ -2,6 +2,8 @@
 
 import math
 import pickle
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +103,21 @@ def test_resolve_either_fills_the_world_or_offers_a_choice(degrees, inferred, wo
     else:
         with pytest.raises(ValueError, match=r"Nearest valid|Or start"):
             spec.resolve(world_size)
+
+
+@PROPERTY
+@given(st.integers(1, 48), st.integers(1, 16), st.integers(1, 16))
+def test_every_expert_degree_that_is_offered_fits(region, ep, etp):
+    spec = MeshSpec(dp_shard=region, ep=ep, etp=etp)
+    if region % (ep * etp) == 0:
+        assert spec.resolve(region) == spec
+        return
+    with pytest.raises(ValueError, match="Nearest valid") as caught:
+        spec.resolve(region)
+    for choice in re.split(", | or ", str(caught.value).partition("Nearest valid: ")[2].rstrip(".")):
+        changed = {name: int(degree) for name, degree in re.findall(r"(\w+)=(\d+)", choice)}
+        assert changed
+        replace(spec, **changed).resolve(region)
 
 
 @pytest.mark.parametrize("degree", [2.0, True, "2", None])

@@ -25,7 +25,8 @@ def build(
     before (``torch.cuda.set_device``).
 
     If ``torch.distributed`` is not initialised, this does it: from the launcher's environment (``RANK``,
-    ``WORLD_SIZE``, …), or, without one, for a world of a single process. `Mesh.close` then undoes it.
+    ``WORLD_SIZE``, …), where processes may start at different times and wait ``timeout`` for each other (None: torch's,
+    10 or 30 minutes), or, without one, for a world of a single process. `Mesh.close` then undoes it.
 
     Args:
         layout: Degrees laid over exactly the ranks of the default group.
@@ -35,7 +36,7 @@ def build(
             default group's.
         pg_options: Backend options by axis or flatten name, such as ``ProcessGroupNCCL.Options``. Their timeout is
             replaced by ``timeout``.
-        agree_within: How long ranks wait for each other before they compare layouts.
+        agree_within: How long ranks of the default group wait for each other before they compare layouts.
 
     Raises:
         ValueError: An argument names no axis of the layout; ranks were given different layouts; or the layout has

@@ -193,11 +193,7 @@ class MeshSpec:
             return
         sizes = f"dp_shard={self.dp_shard} * cp={self.cp} * tp={self.tp} = {region}"
         given = f"ep={self.ep}" + (f" * etp={self.etp} = {self.ep * self.etp}" if self.etp > 1 else "")
-        room = region // self.etp if region % self.etp == 0 else region
-        choices = [f"ep={d}" for d in nearest_divisors(self.ep, room)] if room % self.ep else []
-        if region % self.etp:
-            choices += [f"etp={d}" for d in nearest_divisors(self.etp, region)]
-        nearest = either(choices)
+        nearest = either(self._nearest_experts(region))
         if self.dp_replicate > 1 and (region * self.dp_replicate) % (self.ep * self.etp) == 0:
             raise ValueError(
                 f"{given} would cross dp_replicate={self.dp_replicate}: experts are spread over {sizes} ranks, "
@@ -207,6 +203,17 @@ class MeshSpec:
         raise ValueError(
             f"{given} does not divide {sizes}: experts use the ranks of these three axes. Nearest valid: {nearest}."
         )
+
+    def _nearest_experts(self, region: int) -> list[str]:
+        """Degrees near those given that fit ``region`` ranks: with one of the two changed, or both where neither divides."""
+        choices: list[str] = []
+        if region % self.etp == 0:
+            choices += [f"ep={d}" for d in nearest_divisors(self.ep, region // self.etp)]
+        if region % self.ep == 0:
+            choices += [f"etp={d}" for d in nearest_divisors(self.etp, region // self.ep)]
+        return choices or [
+            f"ep={d} etp={nearest_divisors(self.etp, region // d)[0]}" for d in nearest_divisors(self.ep, region)
+        ]
 
     def __str__(self) -> str:
         names = (*self.axes, *_EXPERT_DEGREES)
