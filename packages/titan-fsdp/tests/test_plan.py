@@ -222,6 +222,11 @@ def rejections() -> list[Any]:
         ("reshard", lambda: Policy(reshard="sometimes"), "'default', 'always', 'never'"),
         ("mode", lambda: Policy(mode="zero"), "'fsdp', 'hsdp', 'ddp'"),
         ("divide", lambda: Policy(grad_divide=0.0), "must be positive"),
+        (
+            "divide alone",
+            lambda: plan(TinyLM(), {"shard": 1}, Policy(grad_divide=3.0)).apply(TinyLM()),
+            "grad_divide=3: without a process group .* grad_divide='sum'",
+        ),
         ("patterns", lambda: Policy(ignore="lora"), "list of FQN patterns"),
         ("units", lambda: Policy(units="all"), "'auto'"),
         ("prefetch", lambda: Prefetch(forward=-1), "negative"),

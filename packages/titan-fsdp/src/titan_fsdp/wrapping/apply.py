@@ -182,6 +182,12 @@ def _check_alone(plan: PlanData) -> None:
             "without a process group the model stays plain, and its dtypes and place cannot be managed. Start one with "
             "world size 1 and pass its mesh, or use mp=MixedPrecision() and offload=None."
         )
+    divide = plan.policy.grad_divide
+    if not isinstance(divide, str) and divide != 1:
+        raise ValueError(
+            f"grad_divide={divide:g}: without a process group the model stays plain, and nothing divides its gradients. Start "
+            "one with world size 1 and pass its mesh, or use grad_divide='sum' and divide the loss."
+        )
 
 
 def _check_mesh(plan: PlanData, mesh: DeviceMesh, meshes: Mapping[str, DeviceMesh]) -> None:
