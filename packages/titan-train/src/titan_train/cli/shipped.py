@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from textwrap import wrap
+from typing import get_args, get_type_hints
 
 _WIDTH = 100
 
@@ -12,12 +13,13 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command."""
     parser.parse_args(words)
 
-    from titan_pipeline import FAMILIES
+    from titan_pipeline.families import FAMILIES, load_installed_families
 
     from titan_train.cli.doctor import PACKAGES
-    from titan_train.config import list_configs
+    from titan_train.config import Float8Config, list_configs
     from titan_train.models.registry import families
 
+    load_installed_families()
     print("configurations: titan-train run NAME")
     names = list_configs()
     for name in names:
@@ -27,9 +29,10 @@ def main(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
         for line in _lines(f"{family.name}:", family.configs):
             print(line)
     print('  your own nn.Module: "module:Class"; a folder or a name of Hugging Face: "hf:DIR"')
+    recipes = get_args(get_type_hints(Float8Config)["recipe"])
     for title, found in (
         ("pipeline schedules: pipeline.schedule", FAMILIES),
-        ("float8 recipes: float8.recipe", ("tensorwise", "rowwise", "rowwise_gw_hp", "blockwise", "mxfp8")),
+        ("float8 recipes: float8.recipe", [name for name in recipes if name != "none"]),
         ("packages, each usable alone", PACKAGES),
     ):
         print(f"\n{title}")
