@@ -343,6 +343,22 @@ def test_every_folder_of_a_namespace_package_and_compiled_modules_count_as_sourc
     assert len({before, changed, source_hash("foreign_space.model:build", ())}) == 3
 
 
+def test_folders_that_a_package_links_to_count_as_source(folder, monkeypatch):
+    (folder / "one" / "foreign_linked").mkdir(parents=True)
+    (folder / "elsewhere").mkdir()
+    monkeypatch.syspath_prepend(str(folder / "one"))
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "foreign_linked")
+    package = folder / "one" / "foreign_linked"
+    shutil.copy(folder / "code" / "foreign_model.py", package / "model.py")
+    (package / "layers").symlink_to(folder / "elsewhere")
+    (folder / "elsewhere" / "round").symlink_to(package)  # a circle
+    before = source_hash("foreign_linked.model:build", ())
+    (folder / "elsewhere" / "attention.py").write_text("a = 1\n")
+    added = source_hash("foreign_linked.model:build", ())
+    (folder / "elsewhere" / "attention.py").write_text("a = 2\n")
+    assert len({before, added, source_hash("foreign_linked.model:build", ())}) == 3
+
+
 def test_a_package_in_an_archive_is_refused(folder, monkeypatch, capsys):
     with zipfile.ZipFile(folder / "code.zip", "w") as archive:
         archive.writestr("foreign_zipped/__init__.py", MODULE.format(marker=str(folder / "imported")))

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.machinery import all_suffixes
 from pathlib import Path
@@ -153,12 +153,24 @@ def _source_hash(model_name: str, paths: Sequence[str]) -> str:
     for place in find_code(model_name):
         root, files = place.parent, [place]
         if place.is_dir():
-            files = place.rglob("*")
+            files = _files_below(place)
         elif str(root) in paths:
             files = root.glob("*")
         for file in sorted(file for file in files if _importable(file)):
             found.update(f"{file.relative_to(root)}\0{hashlib.sha256(read_bytes(file)).hexdigest()}\n".encode())
     return found.hexdigest()
+
+
+def _files_below(place: Path) -> Iterator[Path]:
+    """The files of a folder and of those in it, also through links, which an import follows; each folder once."""
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(place, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield from (Path(folder, file) for file in files)
 
 
 def _importable(file: Path) -> bool:
