@@ -89,7 +89,7 @@ def test_a_broken_transfer_continues_where_it_stopped(hub, tmp_path):
     assert "continues where it stopped" in failed.stderr
     assert not (out / "download.json").exists()
     assert not (out / "model.safetensors").exists()
-    assert [path.stat().st_size for path in (out / ".parts").iterdir()] == [10 * 2**20]
+    assert [path.stat().st_size for path in (out / ".parts").iterdir() if not path.suffix] == [10 * 2**20]
     hub.break_after, hub.sent, hub.ranges = 0, {}, []
     done = titan(hub, "hf:org/name", "--out", out, home=tmp_path / "home")
     assert done.returncode == 0, done.stderr
@@ -132,8 +132,11 @@ def test_only_what_is_missing_must_fit_on_the_disk(tmp_path, monkeypatch):
         module.download("org/name", tmp_path)
 
 
-def test_files_that_the_repository_no_longer_has_are_not_mixed_with_new_ones(tmp_path, monkeypatch):
-    def holds(commit, content):
+@pytest.fixture
+def holds(monkeypatch):
+    """Say what the repository holds at a commit, and which of its files break off on their way."""
+
+    def set_to(commit, content, broken=()):
         siblings = [
             SimpleNamespace(
                 rfilename=name, size=len(data), lfs={"sha256": hashlib.sha256(data).hexdigest()}, blob_id=""
@@ -144,10 +147,21 @@ def test_files_that_the_repository_no_longer_has_are_not_mixed_with_new_ones(tmp
         monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **__: found)
 
         def transfer(hub, url, size, part):
-            part.write_bytes(content[url.rpartition("/")[2]])
+            name = url.rpartition("/")[2]
+            part.write_bytes(content[name][: 1 if name in broken else None])
+            if name in broken:
+                raise OSError("broken off")
 
         monkeypatch.setattr(module, "_transfer", transfer)
 
+    return set_to
+
+
+def recorded(folder):
+    return [file["name"] for file in json.loads((folder / "download.json").read_text())["files"]]
+
+
+def test_files_that_the_repository_no_longer_has_are_not_mixed_with_new_ones(tmp_path, holds):
     holds("a", {"train-1.parquet": b"old", "test.parquet": b"t"})
     module.download("datasets/org/name", tmp_path)
     holds("b", {"train-2.parquet": b"new", "test.parquet": b"t"})
@@ -155,6 +169,41 @@ def test_files_that_the_repository_no_longer_has_are_not_mixed_with_new_ones(tmp
         module.download("datasets/org/name", tmp_path)
     (tmp_path / "train-1.parquet").unlink()
     assert module.download("datasets/org/name", tmp_path).commit == "b" * 40
+
+
+def test_a_second_selection_leaves_what_broke_off_unfinished(tmp_path, holds):
+    content = {"train-1.jsonl": b"one", "train-2.jsonl": b"two", "test.jsonl": b"test"}
+    holds("a", content, broken=("train-2.jsonl",))
+    with pytest.raises(RuntimeError, match="broken off"):
+        module.download("datasets/org/name", tmp_path, include=["train-*"])
+    told = []
+    module.download("datasets/org/name", tmp_path, include=["test.jsonl"], tell=told.append)
+    assert "still lacks train-2.jsonl of a download that broke off" in told[-1]
+    assert [path.stat().st_size for path in (tmp_path / ".parts").iterdir() if not path.suffix] == [1]
+    assert not (tmp_path / "download.json").exists()
+    with pytest.raises(ValueError, match=r"broke off.*remove"):
+        list_files(SourceConfig(name="a", kind="jsonl", paths=(str(tmp_path),)))
+    with pytest.raises(ValueError, match="holds datasets/org/name, not datasets/org/more"):
+        module.download("datasets/org/more", tmp_path)
+    holds("a", content)
+    module.download("datasets/org/name", tmp_path, include=["train-*"])
+    assert recorded(tmp_path) == sorted(content)
+    assert not (tmp_path / ".parts").exists()
+
+
+def test_the_record_keeps_what_earlier_calls_loaded_if_it_is_of_the_same_commit(tmp_path, holds):
+    content = {"model.safetensors": b"weights", "config.json": b"{}", "tokenizer.json": b"t"}
+    holds("a", content)
+    module.download("org/name", tmp_path)
+    for commit, tokenizer in (("a", b"t"), ("b", b"other")):  # the weights are the same in both
+        holds(commit, content | {"tokenizer.json": tokenizer})
+        module.download("org/name", tmp_path, parts=["tokenizer"])
+        assert recorded(tmp_path) == sorted(content)
+        assert json.loads((tmp_path / "download.json").read_text())["commit"] == commit * 40
+    holds("c", content | {"model.safetensors": b"retrained", "tokenizer.json": b"third"})
+    with pytest.raises(ValueError, match=r"holds model.safetensors of another commit.*--revision"):
+        module.download("org/name", tmp_path, parts=["tokenizer"])
+    assert (tmp_path / "tokenizer.json").read_bytes() == b"other"
 
 
 def test_a_file_that_changed_on_the_way_is_refused_and_removed(hub, tmp_path):

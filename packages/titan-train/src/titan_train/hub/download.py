@@ -1,7 +1,8 @@
 """Load files of a repository: resumed where a transfer stopped, and compared with the hashes that the hub states.
 
 The branch or tag is resolved to a commit first, so that all files are of one. `download.json` is written last: a folder
-without it is unfinished, and the same command finishes it.
+without it is unfinished, and the same command finishes it. Calls that choose other files of the same repository add to a folder:
+what each chose is in `.parts/wanted.json` until all of it is there.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from titan_train.lazy import require
 from titan_train.terminal import first_line
 
 RECORD_NAME = "download.json"
+_WANTED_NAME = "wanted.json"
 _CHUNK_BYTES = 2**20
 _TRANSFERS = 4
 """Files on their way at a time."""
@@ -73,19 +75,16 @@ def download(
     is_data = name.startswith("datasets/")
     repo_id, repo_type = name.removeprefix("datasets/"), "dataset" if is_data else "model"
     out = Path(out)
-    before = _check_folder(out, name)
+    earlier = _check_folder(out, name)
     info: Any = _asked(
         name, lambda: hub.HfApi().repo_info(repo_id, repo_type=repo_type, revision=revision, files_metadata=True)
     )
     listed = [_as_file(sibling) for sibling in info.siblings or ()]
-    if left := set(before) - {file.name for file in listed}:
-        raise ValueError(
-            f"{out} holds {', '.join(sorted(left)[:3])}{' and others' if len(left) > 3 else ''} of an earlier commit, which "
-            f"{name} at {info.sha[:12]} no longer has: both would be read. Remove what is old, or name another folder with --out."
-        )
     chosen = choose_data_files(listed, include) if is_data else choose_model_files(listed, list(parts), include)
+    others = _others(out, earlier, f"{name} at {info.sha[:12]}", info.sha, listed, chosen)
     total = sum(file.size for file in chosen)
     _check_space(out, sum(max(0, file.size - _have(out, file)) for file in chosen))
+    _write_record(out / PARTS_NAME / _WANTED_NAME, name, info.sha, [*chosen, *others])
     (out / RECORD_NAME).unlink(missing_ok=True)  # unfinished until everything was compared again
     tell(f"{name} at {info.sha[:12]}: {len(chosen)} files, {total / 1e6:,.1f} MB")
 
@@ -96,13 +95,14 @@ def download(
     with ThreadPoolExecutor(_TRANSFERS) as pool:
         loads = [pool.submit(_asked, name, partial(load, file)) for file in chosen]
         checked = tuple(one.result() for one in loads)
-    shutil.rmtree(out / PARTS_NAME, ignore_errors=True)
-    record = {
-        "repository": name,
-        "commit": info.sha,
-        "files": [{"name": file.name, "size": file.size, "sha256": file.sha256} for file in checked],
-    }
-    write_atomic(out / RECORD_NAME, json.dumps(record, indent=1) + "\n", sync=True)
+    if missing := [file.name for file in others if not (out / file.name).is_file()]:
+        tell(
+            f"{out} still lacks {_some(missing)} of a download that broke off. Run that command again; to do without, remove "
+            f"{out / PARTS_NAME} and run this one again."
+        )
+    else:
+        _write_record(out / RECORD_NAME, name, info.sha, [*checked, *others])
+        shutil.rmtree(out / PARTS_NAME, ignore_errors=True)
     return Downloaded(out, name, info.sha, checked)
 
 
@@ -132,18 +132,85 @@ def _as_file(sibling: Any) -> RepoFile:
     return RepoFile(sibling.rfilename, sibling.size or 0, sha or "", sibling.blob_id or "")
 
 
-def _check_folder(out: Path, name: str) -> list[str]:
-    """Refuse a folder of another repository; the files that were loaded into it before."""
+@dataclass(frozen=True, slots=True)
+class _Earlier:
+    """What earlier calls loaded into a folder, or began to load."""
+
+    commit: str
+    """Of what is recorded; empty without a record."""
+    files: dict[str, str]
+    """The sha256 of each, by name; empty where it is not recorded."""
+
+
+def _check_folder(out: Path, name: str) -> _Earlier:
+    """Refuse a folder of another repository; what earlier calls chose of this one."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is not a folder. Name another with --out.")
-    try:
-        record: Any = json.loads(read_text(out / RECORD_NAME))
-        repository, files = str(record["repository"]), [str(file["name"]) for file in record.get("files", ())]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []  # no record, or a damaged one: every file is compared again
-    if repository != name:
-        raise ValueError(f"{out} holds {repository}, not {name}. Name another folder with --out.")
-    return [file for file in files if (out / file).is_file()]
+    commit, files = "", dict[str, str]()
+    for path in (out / PARTS_NAME / _WANTED_NAME, out / RECORD_NAME):
+        try:
+            record: Any = json.loads(read_text(path))
+            repository, at = str(record["repository"]), str(record.get("commit"))
+            named = {str(file["name"]): str(file["sha256"]) for file in record.get("files", ())}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # no record, or a damaged one: every file is compared again
+        if repository != name:
+            raise ValueError(f"{out} holds {repository}, not {name}. Name another folder with --out.")
+        if path.name == RECORD_NAME:
+            commit, files = at, files | {file: sha256 for file, sha256 in named.items() if (out / file).is_file()}
+        else:
+            files = dict.fromkeys(named, "")
+    return _Earlier(commit, files)
+
+
+def _others(
+    out: Path, earlier: _Earlier, what: str, commit: str, listed: Sequence[RepoFile], chosen: Sequence[RepoFile]
+) -> list[RepoFile]:
+    """Files that earlier calls chose and this one does not, with the sha256 of those that are there.
+
+    Raises:
+        ValueError: One that is there is not in the repository, or is another one there.
+    """
+    if left := [name for name in set(earlier.files) - {file.name for file in listed} if (out / name).is_file()]:
+        raise ValueError(
+            f"{out} holds {_some(left)} of an earlier commit, which {what} no longer has: both would be read. Remove what is "
+            "old, or name another folder with --out."
+        )
+    found: list[RepoFile] = []
+    changed: list[str] = []
+    mine = {file.name for file in chosen}
+    for file in listed:
+        path = out / file.name
+        if file.name not in earlier.files or file.name in mine:
+            continue
+        if not path.is_file():
+            found.append(file)
+        elif earlier.commit == commit and earlier.files[file.name] and path.stat().st_size == file.size:
+            found.append(replace(file, sha256=earlier.files[file.name]))
+        elif whole := _if_whole(path, file):
+            found.append(whole)
+        else:
+            changed.append(file.name)
+    if changed:
+        raise ValueError(
+            f"{out} holds {_some(changed)} of another commit or damaged: it is not that of {what}, and files of both would lie "
+            "side by side. Load it anew in the same command, name its commit with --revision, or another folder with --out."
+        )
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + (" and others" if len(names) > 3 else "")
+
+
+def _write_record(path: Path, repository: str, commit: str, files: Sequence[RepoFile]) -> None:
+    listed = sorted(files, key=lambda file: file.name)
+    record = {
+        "repository": repository,
+        "commit": commit,
+        "files": [{"name": file.name, "size": file.size, "sha256": file.sha256} for file in listed],
+    }
+    write_atomic(path, json.dumps(record, indent=1) + "\n", sync=True)
 
 
 def _check_space(out: Path, size: int) -> None:

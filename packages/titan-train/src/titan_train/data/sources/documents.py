@@ -104,10 +104,10 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
     path = local_path(given)
     if path.is_file():
         return [CorpusFile(path, printable(path.name))]
-    if any((folder / PARTS_NAME).is_dir() for folder in (path, *path.parents)):
+    if unfinished := [folder for folder in (path, *path.parents) if (folder / PARTS_NAME).is_dir()]:
         raise ValueError(
             f"data.sources[{source.name!r}].paths: {given!r} is of a download that broke off, so files are missing. Run the same "
-            f"`titan-train data download` again.{download_hint(given)}"
+            f"`titan-train data download` again, or, to do without, remove {unfinished[0] / PARTS_NAME}.{download_hint(given)}"
         )
     if path.is_dir() and source.kind == "arrow" and (saved := saved_dataset_files(path)) is not None:
         return saved
