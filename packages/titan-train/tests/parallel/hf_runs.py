@@ -14,15 +14,17 @@ from titan_train.train import Trainer
 STEPS = 4
 
 
-def in_halves(groups, name, timeout=900):
-    """Slow cases of ``layout, kinds``: every second kind of each layout, and the others with the mark ``full``. Neighbouring
-    layouts take other kinds, so that each kind is under half of the layouts.
+def in_thirds(groups, name, timeout=900):
+    """Slow cases of ``layout, kinds``: every third kind of each layout, and the others with the mark ``full``. Neighbouring
+    layouts take other kinds, so that each kind is under a third of the layouts.
     """
     for number, (layout, kinds) in enumerate(groups.items()):
-        for half, marks in ((0, []), (1, [pytest.mark.full])):
-            if some := kinds[(number + half) % 2 :: 2]:
+        third = kinds[number % 3 :: 3]
+        others = [kind for kind in kinds if kind not in third]
+        for which, some, marks in (("every third", third, []), ("the other", others, [pytest.mark.full])):
+            if some:
                 yield pytest.param(
-                    layout, some, id=f"{'the other' if half else 'every second'} {name}, {layout}",
+                    layout, some, id=f"{which} {name}, {layout}",
                     marks=[pytest.mark.slow, pytest.mark.timeout(timeout), *marks],
                 )  # fmt: skip
 

@@ -93,7 +93,7 @@ def single(folder):
 
 CASES = [pytest.param(layout, kinds, id=layout, marks=pytest.mark.timeout(600)) for layout, kinds in DEFAULT]
 for name, some, layouts in (("family", KINDS, LAYOUTS), ("family like Llama", (*LIKE_LLAMA, *LIKE_LLAMA_ROUTED), FEW)):
-    CASES += hf_runs.in_halves(
+    CASES += hf_runs.in_thirds(
         {layout: [kind for kind in some if works(kind, layout)] for layout in layouts}, name, timeout=1800
     )
 

@@ -54,7 +54,7 @@ def works(kind, layout):
 
 KINDS = {layout: [kind for kind in (*DENSE, *ROUTED, *UNPLANNED) if works(kind, layout)] for layout in LAYOUTS}
 CASES = [pytest.param(layout, [kind], id=f"{kind}, {layout}") for kind, layout in DEFAULT]
-CASES += hf_runs.in_halves(KINDS | dict.fromkeys(WINDOWED_LAYOUTS, WINDOWED), "decoder")
+CASES += hf_runs.in_thirds(KINDS | dict.fromkeys(WINDOWED_LAYOUTS, WINDOWED), "decoder")
 
 
 @pytest.fixture(scope="module")

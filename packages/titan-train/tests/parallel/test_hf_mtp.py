@@ -26,7 +26,7 @@ def works(kind, layout):
 
 
 CASES = [pytest.param(layout, [kind], id=f"{kind}, {layout}") for kind, layout in DEFAULT]
-CASES += hf_runs.in_halves(
+CASES += hf_runs.in_thirds(
     {layout: [kind for kind in KINDS if works(kind, layout)] for layout in (*LAYOUTS, *MORE)}, "decoder"
 )
 

@@ -57,7 +57,7 @@ def works(kind: str, layout: str, tied: bool) -> bool:
 
 CASES = [pytest.param(layout, cases, id=layout) for layout, cases in DEFAULT.items()]
 FAMILIES = [(kind, tied) for tied in (False, True) for kind in (*PLANNED, *ROUTED, *UNPLANNED)]
-CASES += hf_runs.in_halves(
+CASES += hf_runs.in_thirds(
     {layout: [case for case in FAMILIES if works(case[0], layout, case[1])] for layout in LAYOUTS},
     "family",
     timeout=1200,
