@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from titan_train.cli import main
 from titan_train.config import load_config
+from titan_train.generation import load_run
 from titan_train.inputs import prepare_inputs
 from titan_train.train import Trainer
+from titan_train.trust import use_code
 from titan_train.trust.record import _source_hash as source_hash
 
 MODULE = """
@@ -104,10 +106,12 @@ def foreign_run(folder, monkeypatch):
     """A run's folder as another account made it."""
     monkeypatch.syspath_prepend(str(folder / "code"))
     monkeypatch.setenv("TITAN_TRAIN_CODE", "foreign_model")
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state of another account"))
     config = load_config("tiny.toml")
     prepare_inputs(config, quiet=True)
     with Trainer(config) as trainer:
         trainer.fit()
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
     sys.path.remove(str(folder / "code"))
     monkeypatch.setenv("TITAN_TRAIN_CODE", "")
     forget_module()
@@ -223,6 +227,17 @@ def test_an_installed_package_is_used_only_if_it_is_named(folder, monkeypatch, c
     assert (folder / "imported").exists()
 
 
+@pytest.mark.parametrize("place", [".", "installed"])
+def test_an_installed_package_is_named_where_a_folder_of_its_name_lies_too(place, folder, monkeypatch):
+    for where in {".", place}:
+        package = folder / where / "foreign_model_kit"
+        package.mkdir(parents=True)
+        shutil.copy(folder / "code" / "foreign_model.py", package / "__init__.py")
+    monkeypatch.syspath_prepend(str(folder / place))
+    assert main(["check", "tiny.toml", "--code", "foreign_model_kit", "--model.name", "foreign_model_kit:build"]) == 0
+    assert Path(sys.modules["foreign_model_kit"].__file__).parent == folder / place / "foreign_model_kit"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -248,7 +263,9 @@ def test_a_published_folder_that_names_kernels_of_a_hub_is_refused(field, folder
     assert f"text_config.{field}='somebody/kernels' names kernels on a hub" in capsys.readouterr().err
 
 
-def test_a_run_folder_made_elsewhere_needs_trust_once_and_again_after_a_change(foreign_run, folder, capsys):
+def test_a_run_folder_made_elsewhere_needs_trust_once_and_again_after_a_change(
+    foreign_run, folder, capsys, monkeypatch
+):
     generate = ["generate", str(foreign_run), "--prompt", "line", "--max-new-tokens", "2"]
     assert main(generate) == 2
     assert f"{foreign_run} was made elsewhere" in capsys.readouterr().err
@@ -268,6 +285,22 @@ def test_a_run_folder_made_elsewhere_needs_trust_once_and_again_after_a_change(f
     assert main(generate) == 2
     assert "has changed since" in capsys.readouterr().err
     assert not (folder / "imported").exists()
+    sys.path.remove(str(folder / "code"))  # as in a new process
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "")
+    assert main([*generate, "--trust-code"]) == 0
+    assert (folder / "imported").exists()
+
+
+def test_a_run_that_a_program_made_is_its_account_s_own(folder, monkeypatch):
+    use_code(["code"])
+    config = load_config("tiny.toml")
+    prepare_inputs(config, quiet=True)
+    with Trainer(config) as trainer:
+        trainer.fit()
+    sys.path.remove(str(folder / "code"))  # as in a new process
+    monkeypatch.setenv("TITAN_TRAIN_CODE", "")
+    forget_module()
+    assert load_run(trainer.run_dir).step == 2
 
 
 def test_a_folder_cannot_bring_its_own_trust(foreign_run, folder, capsys):

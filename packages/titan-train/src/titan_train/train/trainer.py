@@ -51,6 +51,7 @@ from titan_train.train.step import OptimizerStep
 from titan_train.train.step_random import StepRandom, place_of_rank
 from titan_train.train.validate import validation_loss
 from titan_train.train.whole_model import sample
+from titan_train.trust import remember_named_code
 
 
 class Trainer(TrainingLoop):
@@ -251,6 +252,7 @@ class Trainer(TrainingLoop):
         drop_outdated(self.run_dir, plan.schedule, self.step)
         changed = take_effect(self.run_dir, self._as_given, self.step, parent=self._checkpoints.parent)
         keep_model(config, self.run_dir)
+        remember_named_code(self.run_dir, config.model.name)
         self._inputs.keep(self.run_dir)
         layout_text = describe_layout(plan.layout, self.model, plan.schedule)
         (self.run_dir / "layout.txt").write_text(layout_text + "\n", encoding="utf-8")

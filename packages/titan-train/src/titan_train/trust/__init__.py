@@ -22,6 +22,7 @@ from titan_train.trust.record import (
     admit_run_code,
     remember_code,
     remember_machine_code,
+    remember_named_code,
 )
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "refuse_foreign_code",
     "remember_code",
     "remember_machine_code",
+    "remember_named_code",
     "use_code",
 ]

@@ -41,7 +41,8 @@ def use_code(names: Sequence[str]) -> tuple[str, ...]:
     """Let a model be built by code of these folders and packages, in this process and in those that it starts.
 
     Args:
-        names: Of ``--code``: folders; files, which stand for their folder; or top-level names of installed packages.
+        names: Of ``--code``: folders; files, which stand for their folder; or top-level names of installed packages. A
+            package's folder with the name of an installed package is both.
 
     Returns:
         The same as absolute paths and names.
@@ -62,6 +63,9 @@ def use_code(names: Sequence[str]) -> tuple[str, ...]:
             found.append(name)
             continue
         folder = str((path if path.is_dir() else path.parent).resolve())
+        if name.isidentifier() and (path / "__init__.py").is_file() and _is_elsewhere(name, folder):
+            _add_to(SOURCE_ONLY, name)
+            found.append(name)
         if folder not in sys.path:
             sys.path.append(folder)
         for variable in ("PYTHONPATH", SOURCE_ONLY):  # for ranks, which are new interpreters
@@ -188,12 +192,20 @@ def _finder(path: str) -> FileFinder:
 
 
 def _is_trusted(top: str, spec: ModuleSpec) -> bool:
-    """Whether the package was named to `use_code`, or lies directly in a folder that was."""
+    """Whether the package or its folder was named to `use_code`, or it lies directly in a folder that was."""
     named = listed(SOURCE_ONLY)
     if top in named:
         return True
     places = [Path(place) for place in spec.submodule_search_locations or [spec.origin or "nowhere"]]
-    return all(str(place.parent.resolve()) in named for place in places)
+    return all(str(place.resolve()) in named or str(place.parent.resolve()) in named for place in places)
+
+
+def _is_elsewhere(package: str, folder: str) -> bool:
+    """Whether a package of this name is installed from another place than this folder."""
+    spec = _find(package)
+    return spec is not None and folder not in [
+        str(Path(place).resolve()) for place in spec.submodule_search_locations or ()
+    ]
 
 
 def _add_to(variable: str, word: str) -> None:

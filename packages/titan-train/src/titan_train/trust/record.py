@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from titan_train.files import open_file, parse_json, read_bytes, read_text, write_atomic
 from titan_train.trust.factory import find_code, names_code, use_code, use_package_of
+from titan_train.trust.owner import SOURCE_ONLY, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def admit_own_code(run_dir: Path, model_name: str, paths: Sequence[str]) -> Code
         if _source_hash(model_name, named) != known.sha256:
             raise ValueError(
                 f"the code of model.name={model_name!r} in {', '.join(named)} has changed since {run_dir} was last started. "
-                f"Name it again to go on with it: --code {named[0]}."
+                f"Name it again to go on with it: {' '.join(f'--code {name}' for name in named)}."
             )
     return CodeRecord(model_name, named, _source_hash(model_name, named))
 
@@ -66,7 +67,7 @@ def admit_run_code(run_dir: Path, model_name: str, *, trust: bool, paths: Sequen
         run_dir: The run's folder.
         model_name: ``model.name`` of its configuration.
         trust: The user gave ``--trust-code``: the code is admitted, and remembered.
-        paths: Of ``--code``.
+        paths: Of ``--code``. Without them, those that this account ran the folder with before, or the installed package.
 
     Raises:
         ValueError: The code may not be imported; or this account has not run the folder with this very code.
@@ -76,6 +77,8 @@ def admit_run_code(run_dir: Path, model_name: str, *, trust: bool, paths: Sequen
         return
     known = _recall(run_dir)
     if trust:
+        if not named and known is not None and known.model == model_name:
+            named = use_code(known.paths)
         named = named or use_package_of(model_name)
         remember_code(run_dir, CodeRecord(model_name, named, _source_hash(model_name, named)))
         return
@@ -124,6 +127,13 @@ def remember_code(run_dir: Path, record: CodeRecord | None) -> None:
     if record is not None:
         with contextlib.suppress(OSError):
             write_atomic(_file(run_dir), json.dumps(asdict(record) | {"run": str(run_dir.resolve())}, indent=1) + "\n")
+
+
+def remember_named_code(run_dir: Path, model_name: str) -> None:
+    """`remember_code` of what was named to `use_code` in this process: the record of a run that a program makes."""
+    if names_code(model_name):
+        named = tuple(listed(SOURCE_ONLY))
+        remember_code(run_dir, CodeRecord(model_name, named, _source_hash(model_name, named)))
 
 
 def _recall(run_dir: Path) -> CodeRecord | None:
