@@ -70,7 +70,7 @@ class ValidationRecord:
 
 
 class Tracker(Protocol):
-    """Where metrics go. Called by one rank only, from the training loop, so every call must be quick."""
+    """Where metrics go. Called by one rank only; those of ``metrics.trackers`` on threads of their own."""
 
     def log_step(self, record: StepRecord) -> None:
         """Record one step."""
