@@ -1,6 +1,7 @@
 """`titan_ckpt.integrations`: a run that is stopped and resumed goes on as one that was not, bitwise."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,17 +79,39 @@ def test_a_transformers_trainer_resumes_bitwise(tmp_path):
     assert not list((tmp_path / "stopped").rglob("*.pt")), "nothing of the Trainer's own"
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_transformers_trainer_that_shall_load_the_best_model_is_refused(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     from titan_ckpt.integrations.transformers import TitanTrainer
 
-    args = transformers.TrainingArguments(
-        output_dir=str(tmp_path), save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
-        metric_for_best_model="loss", report_to=[], use_cpu=True,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="load_best_model_at_end=False"):
-        TitanTrainer(model(), args, train_dataset=rows(), eval_dataset=rows())
+    def trainer(net: Net, **options: Any) -> Any:
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, save_steps=2, eval_strategy="steps", eval_steps=2, report_to=[],
+            logging_strategy="no", use_cpu=True, disable_tqdm=True, **options,
+        )  # fmt: skip
+        return TitanTrainer(net, args, train_dataset=rows(), eval_dataset=rows())
+
+    with pytest.raises(ValueError, match="load_best_model_at_end=False and metric_for_best_model='loss'") as refusal:
+        trainer(model(), load_best_model_at_end=True)
+
+    net = model()
+    instead = trainer(net, load_best_model_at_end=False, metric_for_best_model="loss")
+    instead.train()
+    names = {"Checkpointer": Checkpointer, "TrainState": TrainState, "model": net, "trainer": instead}
+    call = re.search(r"Checkpointer\(.*best_global_step\)", str(refusal.value))
+    assert call is not None
+    assert eval(call[0], names) in (2, 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_looks_for_files_of_transformers_own_is_refused_by_name(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    with pytest.raises(ValueError, match=r"push_to_hub=False; after training call trainer.save_model"):
+        hf_trainer(tmp_path, 2, push_to_hub=True)
+    with pytest.raises(ValueError, match=r"hyperparameter_search .* output_dir of its own"):
+        hf_trainer(tmp_path, 2).hyperparameter_search(n_trials=2)
 
 
 def test_a_transformers_trainer_saves_and_resumes_the_state_of_callbacks(tmp_path):

@@ -24,18 +24,36 @@ class TitanTrainer(Trainer):
     """Saves and resumes through titan-ckpt; everything else is transformers'.
 
     Raises:
-        ValueError: With ``load_best_model_at_end``, which looks for transformers' own files.
+        ValueError: With ``load_best_model_at_end`` or ``push_to_hub``, which look for transformers' own files.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, model: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
+        if args is not None and args.push_to_hub:  # else a repository is made on the Hub
+            raise ValueError(
+                "TitanTrainer got push_to_hub=True, which uploads files that it does not write. Set push_to_hub=False; after "
+                "training call trainer.save_model(FOLDER) and upload that folder."
+            )
+        super().__init__(model, args, *others, **kwargs)
         if self.args.load_best_model_at_end:
             raise ValueError(
                 "TitanTrainer got load_best_model_at_end=True, which looks for files that it does not write: the last weights "
-                "would stay. Set load_best_model_at_end=False, and restore the best step after training: "
+                "would stay. Set load_best_model_at_end=False and "
+                f"metric_for_best_model={self.args.metric_for_best_model!r}, save at every evaluation (the same strategy and "
+                "steps), and restore the best step after training: "
                 f"Checkpointer({str(self._root())!r}).restore(TrainState(model=model, rng=False), "
                 "trainer.state.best_global_step). save_total_limit must be large enough to keep it."
             )
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            ValueError: Always: trials would save their steps to one folder, each over another's.
+        """
+        raise ValueError(
+            f"TitanTrainer.hyperparameter_search would save the steps of all trials to {self._root()}, each over another's. "
+            "Search with transformers' Trainer, or make a TitanTrainer with an output_dir of its own for each trial."
+        )
 
     def _root(self) -> Path:
         return Path(str(self.args.output_dir)).absolute() / "steps"
