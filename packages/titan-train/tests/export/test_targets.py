@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -320,9 +321,16 @@ def test_dcp_is_read_by_torch(folder: Path, tmp_path: Path) -> None:
     "name",
     ["llama3_debug", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe_debug", "deepseek_debug"))],
 )
-def test_float8_folders_are_read_by_transformers(name: str, folder: Path, tmp_path: Path) -> None:
+def test_float8_folders_are_read_by_transformers(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     run_dir = trained(folder, name, **DENSE.get(name, {}))
+    from transformers.quantizers import quantizer_finegrained_fp8 as quantizer
+
+    # as on a machine with an H100, where transformers itself would keep them in float8
+    gpu = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (9, 0))
+    monkeypatch.setattr(quantizer, "torch", SimpleNamespace(**vars(torch) | {"cuda": gpu}))
     checks = export_run(run_dir, tmp_path / "model", dtype="float8")["hf"]
     assert [check.name for check in checks] == ROWS
     from safetensors import safe_open

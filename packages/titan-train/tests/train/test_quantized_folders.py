@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def publish(folder: Path) -> None:
     }
     for file, content in files.items():
         save_file(content, folder / "mxfp4" / file, {"format": "pt"})
-    index = {"weight_map": {name: file for file, content in files.items() for name in content}}
+    index = {"metadata": {}, "weight_map": {name: file for file, content in files.items() for name in content}}
     (folder / "mxfp4" / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -112,3 +113,29 @@ def test_a_folder_quantized_in_another_way_is_refused_by_its_name(tmp_path: Path
         model = build_model(given, vocab_size=259)
     with pytest.raises(ValueError, match=r"quantized by 'gptq'.*not read here: 1 parameters have no tensor.*q_proj"):
         check_init(given.init, model, given)
+
+
+def test_an_exported_folder_in_mxfp4_asks_for_no_kernels_of_a_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from titan_train.export.hf_model import HfModel
+    from transformers.integrations import hub_kernels
+    from transformers.quantizers import quantizer_mxfp4 as quantizer
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("asks a hub for kernels")
+
+    publish(tmp_path)
+    gpu = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (9, 0), empty_cache=lambda: None)
+    monkeypatch.setattr(quantizer, "torch", SimpleNamespace(**vars(torch) | {"cuda": gpu}))
+    monkeypatch.setattr(quantizer, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(quantizer, "is_triton_available", lambda _: True)
+    monkeypatch.setattr(quantizer, "get_current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(hub_kernels, "get_kernel", refuse)
+    tokens = torch.arange(24)[None]
+    assert torch.equal(HfModel(tmp_path / "mxfp4").logits(tokens), HfModel(tmp_path / "plain").logits(tokens))
+
+    config = tmp_path / "plain" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "eetq"}}))
+    with pytest.raises(ValueError, match="quantized by 'eetq'"):
+        HfModel(tmp_path / "plain")

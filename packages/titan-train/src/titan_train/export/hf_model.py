@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from titan_ckpt.interop.safetensors_folder import SafetensorsReader
@@ -15,6 +15,9 @@ from titan_train.lazy import require
 from titan_train.models.hf.device import keep_kernels_on_gpus
 from titan_train.models.hf.folder import PREFIX, read_published
 from titan_train.trust.published import refuse_code_in
+
+_DEQUANTIZED = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
+"""Values of ``quant_method`` whose weights transformers can read as plain numbers."""
 
 
 class HfModel:
@@ -36,12 +39,14 @@ class HfModel:
         # a folder's own Python code is refused, not asked about, and weights in a pickle are not read
         refuse_code_in(folder, known=transformers.CONFIG_MAPPING)
         safe = {"trust_remote_code": False, "local_files_only": True}
-        seeing = hasattr(transformers.AutoConfig.from_pretrained(folder, **safe), "vision_config")
+        config = transformers.AutoConfig.from_pretrained(folder, **safe)
+        _dequantize(folder, config)
+        seeing = hasattr(config, "vision_config")
         kind: Any = transformers.AutoModelForImageTextToText if seeing else transformers.AutoModelForCausalLM
         # transformers would draw what is missing at random, and only warn
         loaded, report = kind.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
-            **safe, **how,
+            folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True, **safe, **how,
         )  # fmt: skip
         keep_kernels_on_gpus(loaded)
         # the folder's own may change logits (a penalty of repetition), which `greedy` is to be without
@@ -85,6 +90,26 @@ class StreamedHfModel(HfModel):
 
     def follow(self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[list[int]]:
         return self.logits(followed(prompts, texts))[:, len(prompts[0]) - 1 :].argmax(-1).tolist()
+
+
+def _dequantize(folder: Path, config: Any) -> None:
+    """Have quantized weights read as plain numbers on every machine.
+
+    Where there is a GPU, transformers keeps them as they are, even for a model on the CPU, and computes with kernels that the
+    library `kernels` fetches from a hub.
+    """
+    for part in (config, config.get_text_config(decoder=True)):
+        found = getattr(part, "quantization_config", None)
+        if not isinstance(found, dict):
+            continue
+        quantization = cast("dict[str, Any]", found)
+        if quantization.get("quant_method") not in _DEQUANTIZED:
+            raise ValueError(
+                f"{folder}: its weights are quantized by {quantization.get('quant_method')!r} (quantization_config of "
+                "config.json), which is not read here. Take the folder that it was made from, or convert it to bfloat16 with the "
+                "tool that wrote it."
+            )
+        quantization["dequantize"] = True
 
 
 def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
