@@ -1,5 +1,6 @@
-"""Ctrl-C, which a terminal sends to the command and to everything it started: one line, and nothing is left running."""
+"""What a terminal sends to the command and to everything that it started: Ctrl-C, and that it was closed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from titan_train.launch.supervise.requests import Requests
+from titan_train.run_folder import newest_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sessions are looked up with ps")
 WORDS = [
@@ -85,3 +88,30 @@ def test_at_any_moment(tmp_path: Path, seconds: float) -> None:
     process = started(tmp_path)
     time.sleep(seconds)
     interrupted(process)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_terminal_is_closed_saves_its_last_step(tmp_path: Path) -> None:
+    process = started(tmp_path)
+    assert process.stdout is not None
+    assert any(line.startswith("step=") for line in process.stdout)
+    os.killpg(process.pid, signal.SIGHUP)
+    printed, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, printed
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert newest_checkpoint(run_dir) == last["step"] > 0
+    assert not in_session(process.pid, "")
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_command_under_nohup_does_not_mind_a_closed_terminal(nohup: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        requests = Requests()
+        with requests.installed():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert requests.stops == (0 if nohup else 1)
+        assert not requests.end_now
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,4 +1,5 @@
 import io
+import os
 import threading
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import torch
 from titan_train.config import Config, LaunchConfig
 from titan_train.launch.job import Attempt, RankExit
 from titan_train.launch.rank import monitor as monitor_module
+from titan_train.launch.rank import orders
 from titan_train.launch.rank.heartbeat import Beat, Heartbeat, Phase, read_beat
 from titan_train.launch.rank.monitor import RankMonitor
 from titan_train.launch.supervise import attempt as attempt_module
@@ -128,3 +130,31 @@ def test_an_attempt_that_fails_does_not_grow(tmp_path, monkeypatch):
     job = SimpleNamespace(exits=lambda _: ends.pop() if ends else [], beats=lambda: beats, node_of=lambda _: "here")
     found = watched(tmp_path, job, can_grow=lambda: pytest.fail("it looks for more ranks"))
     assert not found.watch().growing
+
+
+def test_a_rank_whose_launcher_is_gone_ends_after_its_save(tmp_path, monkeypatch):
+    heartbeat, looks, ended = Heartbeat(tmp_path / "rank-0.beat"), [], []
+    heartbeat.write(Phase.SAVE, 4, step_s=100.0)
+    reader, writer = os.pipe()
+    os.close(writer)
+
+    def sleep(_):
+        looks.append(clock[0])
+        clock[0] += 50.0
+        if clock[0] == 500.0:
+            heartbeat.write(Phase.TRAIN, 4, step_s=100.0)
+
+    def ends():
+        looks.clear()
+        clock[0] = 0.0
+        orders._listen(reader, lambda: None, threading.Event(), heartbeat)
+        return clock[0]
+
+    clock = [0.0]
+    monkeypatch.setattr(orders, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(orders, "os", SimpleNamespace(read=os.read, _exit=ended.append))
+    monkeypatch.setattr(orders, "_request", lambda *_: None)
+    assert ends() == 500.0  # the save was over
+    assert ends() == 300.0  # a minute and two steps
+    assert ended == [1, 1]
+    os.close(reader)

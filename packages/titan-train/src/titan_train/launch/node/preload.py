@@ -3,7 +3,8 @@
 A module that cannot be imported is left to the ranks, whose error names it.
 
 A signal sent to the whole process group (a batch system, Ctrl-C) must reach the ranks and the launcher, which act on
-it; the server between them must live on, or the ranks' exit codes are lost.
+it; the server between them must live on, or the ranks' exit codes are lost. That a terminal was closed (SIGHUP) is for the
+launcher alone: the ranks, which inherit from the server, save when it says so or is gone.
 
 What was imported lives as long as the server, so it is hidden from the garbage collector. Otherwise the first collection in
 every rank would walk all of torch and copy the pages that the rank shares with the server.
@@ -25,7 +26,7 @@ for _module in (
 ):
     with contextlib.suppress(Exception):
         importlib.import_module(_module)
-for _number in (signal.SIGTERM, signal.SIGUSR1):
+for _number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(_number, signal.SIG_IGN)
 # torch's extensions report objects that live until the end as leaked, in dozens of lines after the run's own: end before
 atexit.register(os._exit, 0)

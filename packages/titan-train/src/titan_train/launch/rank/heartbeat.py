@@ -76,6 +76,10 @@ class Heartbeat:
             self._count, os.getpid(), phase, step, self.from_step, time.monotonic(), step_s, alone_s, float(self._count)
         )
 
+    def last(self) -> Beat | None:
+        """What was stored last; None before the first time."""
+        return _beat(self._map[:])
+
 
 def read_beat(path: Path) -> Beat | None:
     """The rank's last reading; None before its first, or in the instant of a write.
@@ -83,9 +87,12 @@ def read_beat(path: Path) -> Beat | None:
     On the rank's machine only: the clock is that machine's monotonic one, which no adjustment moves.
     """
     try:
-        raw = path.read_bytes()
+        return _beat(path.read_bytes())
     except FileNotFoundError:
         return None
+
+
+def _beat(raw: bytes) -> Beat | None:
     if len(raw) != _LAYOUT.size:
         return None
     count, pid, phase, step, from_step, since, step_s, alone_s, again = _LAYOUT.unpack(raw)

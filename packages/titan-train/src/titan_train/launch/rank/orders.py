@@ -13,7 +13,10 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
-_ORPHAN_GRACE_S = 60.0  # for a last checkpoint after the launcher is gone
+from titan_train.launch.rank.heartbeat import Heartbeat, Phase
+
+_ORPHAN_GRACE_S = 60.0  # and two steps, until a rank whose launcher is gone saves
+_LOOK_S = 0.5
 
 
 class Order(Enum):
@@ -52,7 +55,7 @@ class OrderSender:
         os.close(self._descriptor)
 
 
-def obey(path: Path, dump: Callable[[], None], ready: threading.Event) -> None:
+def obey(path: Path, dump: Callable[[], None], ready: threading.Event, heartbeat: Heartbeat) -> None:
     """In the rank: act on what comes through ``path`` from now on, in a thread.
 
     Args:
@@ -60,12 +63,13 @@ def obey(path: Path, dump: Callable[[], None], ready: threading.Event) -> None:
         dump: Writes down where this rank is.
         ready: Set once the trainer takes signals as requests; until then a request to stop or save waits, since the
             signal would kill.
+        heartbeat: Of this rank. Once the launcher is gone, a save or a validation may take as long as it needs.
     """
     descriptor = os.open(path, os.O_RDONLY)
-    threading.Thread(target=_listen, args=(descriptor, dump, ready), name="orders", daemon=True).start()
+    threading.Thread(target=_listen, args=(descriptor, dump, ready, heartbeat), name="orders", daemon=True).start()
 
 
-def _listen(descriptor: int, dump: Callable[[], None], ready: threading.Event) -> None:
+def _listen(descriptor: int, dump: Callable[[], None], ready: threading.Event, heartbeat: Heartbeat) -> None:
     while letters := os.read(descriptor, 64):
         for letter in letters:
             order = Order(bytes([letter]))
@@ -75,8 +79,17 @@ def _listen(descriptor: int, dump: Callable[[], None], ready: threading.Event) -
                 _request(signal.SIGTERM if order is Order.STOP else signal.SIGUSR1, ready)
     # The launcher is gone: save and stop; where that cannot be (a peer is gone too), end.
     _request(signal.SIGTERM, ready)
-    time.sleep(_ORPHAN_GRACE_S)
+    beat = heartbeat.last()
+    end = time.monotonic() + _ORPHAN_GRACE_S + 2 * (beat.step_s if beat is not None else 0.0)
+    while time.monotonic() < end or _is_busy(heartbeat):
+        time.sleep(_LOOK_S)
     os._exit(1)
+
+
+def _is_busy(heartbeat: Heartbeat) -> bool:
+    """Whether the rank is at what ends by itself: its collectives have a time-out."""
+    beat = heartbeat.last()
+    return beat is not None and beat.phase in (Phase.SAVE, Phase.VALIDATE)
 
 
 def _request(number: signal.Signals, ready: threading.Event) -> None:

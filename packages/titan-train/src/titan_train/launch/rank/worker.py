@@ -90,12 +90,14 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
     code = 1
     ready = threading.Event()  # set at the first step
     try:
-        obey(orders_file(board, rank), lambda: write_dump(run_dir / "hangs" / f"attempt-{job.attempt}", rank), ready)
+        heartbeat = Heartbeat(heartbeat_file(board, rank))
+        dumps = run_dir / "hangs" / f"attempt-{job.attempt}"
+        obey(orders_file(board, rank), lambda: write_dump(dumps, rank), ready, heartbeat)
         config = parse_config(tomllib.loads(job.config_toml))
 
         from titan_train.launch.rank.monitor import RankMonitor
 
-        monitor = RankMonitor(Heartbeat(heartbeat_file(board, rank)), config.launch, rank, run_dir, ready)
+        monitor = RankMonitor(heartbeat, config.launch, rank, run_dir, ready)
         step, finished = train_rank(config, job.ranks, run_dir, monitor, listener)
         monitor.ended(step, finished=finished)
         code = 0

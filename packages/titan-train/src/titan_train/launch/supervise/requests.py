@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Requests:
-    """SIGTERM and Ctrl-C: save and stop. A second Ctrl-C: end at once. SIGUSR1: save and go on."""
+    """SIGTERM, Ctrl-C and a closed terminal: save and stop. A second Ctrl-C: end at once. SIGUSR1: save and go on."""
 
     def __init__(self) -> None:
         self.stops = 0
@@ -36,7 +36,10 @@ class Requests:
         def save(_number: int, _frame: object) -> None:
             self._save = True
 
-        with signal_handlers({signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: save}):
+        handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGUSR1: save}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            handlers[signal.SIGHUP] = stop
+        with signal_handlers(handlers):
             yield
 
 
