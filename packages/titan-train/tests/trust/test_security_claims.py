@@ -57,14 +57,16 @@ CLAIMS = {
     ],
     "so that a folder cannot bring its own": [f"{TRUST}::test_a_folder_cannot_bring_its_own_trust"],
     "The hash covers every module, in Python or compiled": [
-        f"{TRUST}::test_every_folder_of_a_namespace_package_and_compiled_modules_count_as_source"
+        f"{TRUST}::test_every_folder_of_a_namespace_package_and_compiled_modules_count_as_source",
+        f"{TRUST}::test_folders_that_a_package_links_to_count_as_source",
     ],
     "bytecode beside it, which may be of another source, is not used": [
         f"{TRUST}::test_bytecode_beside_the_source_is_not_run"
     ],
     "A package in an archive is refused": [f"{TRUST}::test_a_package_in_an_archive_is_refused"],
     "The processes that a command starts do not import from the working directory either": [
-        f"{TRUST}::test_processes_that_a_command_starts_import_nothing_from_the_working_directory"
+        f"{TRUST}::test_processes_that_a_command_starts_import_nothing_from_the_working_directory",
+        "titan-train/tests/launch/test_ray.py::test_actors_do_not_import_from_the_working_directory",
     ],
     "are imported only if the name of a task, a tracker or a key map asks for them": [
         f"{HERE}::test_entry_points_of_trackers_and_key_maps_are_imported_only_if_a_name_asks_for_them"
@@ -111,6 +113,13 @@ CLAIMS = {
     "nor kernels of a hub (`attn_implementation`)": [
         f"{TRUST}::test_a_published_folder_that_names_kernels_of_a_hub_is_refused"
     ],
+    "quantized weights become plain numbers, without such kernels": [
+        "titan-train/tests/train/test_quantized_folders.py::test_an_exported_folder_in_mxfp4_asks_for_no_kernels_of_a_hub",
+        "titan-train/tests/export/test_targets.py::test_float8_folders_are_read_by_transformers",
+    ],
+    "into a folder of their own (trackio: `TRACKIO_DIR`": [
+        "titan-train/tests/observe/test_more_trackers.py::test_trackio_keeps_each_run_s_steps_in_its_database_by_a_name_of_its_own"
+    ],
     "never loads pickles or Python files": [
         "titan-train/tests/hub/test_download.py::test_what_may_run_code_is_never_loaded"
     ],
@@ -136,7 +145,8 @@ CLAIMS = {
         f"{SIZE}::test_a_pattern_that_may_not_end_is_refused"
     ],
     "Ranks on one machine meet through files and loopback": [
-        "titan-train/tests/launch/test_supervisor.py::test_local_ranks_listen_on_nothing_beyond_loopback"
+        "titan-train/tests/launch/test_supervisor.py::test_local_ranks_listen_on_nothing_beyond_loopback",
+        "titan-train/tests/launch/test_environment.py::test_ranks_that_meet_through_a_file_talk_over_loopback",
     ],
 }
 
