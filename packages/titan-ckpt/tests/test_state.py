@@ -427,6 +427,14 @@ def test_large_tensors_in_sets_and_as_keys_come_back(tmp_path):
     assert got["counter"] == collections.Counter(a=2)
 
 
+def test_large_tensors_under_keys_that_look_alike_stay_apart(tmp_path):
+    averages = {torch.full((5000,), 0.0): torch.full((5000,), 1.0), torch.full((5000,), 0.0): torch.full((5000,), 2.0)}
+    save(tmp_path, extra={"d": averages, "pairs": {(torch.full((5000,), float(i)), 1): i for i in range(3)}})
+    got = restore(tmp_path, extra={}).extra
+    assert [(float(key[0]), float(value[0])) for key, value in got["d"].items()] == [(0.0, 1.0), (0.0, 2.0)]
+    assert [(float(key[0]), value) for (key, _), value in got["pairs"].items()] == [(0.0, 0), (1.0, 1), (2.0, 2)]
+
+
 def test_extra_that_is_left_out_is_not_read(tmp_path, monkeypatch):
     save(tmp_path, model=nn.Linear(2, 2), extra={"table": torch.zeros(5000)})
     monkeypatch.setattr(restoring, "read_tensor", lambda *_: pytest.fail("it was read"))

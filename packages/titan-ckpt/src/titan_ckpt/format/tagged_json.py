@@ -23,7 +23,7 @@ UNKNOWN: Any = object()
 
 
 def child(path: str, key: str) -> str:
-    """The path of an entry of a dict. It is unique in the whole state."""
+    """The path of an entry of a dict whose keys are strings. It is unique in the whole state."""
     return f"{path}.{key}" if key.isidentifier() else f"{path}[{key!r}]"
 
 

@@ -5,6 +5,7 @@ balanced and checked like any other.
 """
 
 import base64
+import collections
 import math
 import random
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class TensorSink:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         """Key in the ``extra`` section to tensor."""
+        self._uses: collections.Counter[str] = collections.Counter()
 
     def encode(self, value: Any, path: str) -> Any:
         """As `titan_ckpt.format.tagged_json.encode`, with tensors."""
@@ -42,8 +44,9 @@ class TensorSink:
                     f"{path} is a {value.layout} tensor on {value.device}. Save dense tensors that have values."
                 )
             if is_dtensor(value) or value.numel() * value.element_size() > _INLINE_BYTES:
-                self.tensors[path] = value
-                return {"$stored": path}
+                key = self._key(path)
+                self.tensors[key] = value
+                return {"$stored": key}
             return {"$tensor": [name, list(value.shape), _base64(tensor_bytes(value.detach()))]}
         if isinstance(value, np.ndarray | np.generic):
             if value.dtype.kind not in "biufcSU":
@@ -57,6 +60,11 @@ class TensorSink:
         if isinstance(value, torch.Size):
             return {"$size": list(value)}
         return tagged_json.UNKNOWN
+
+    def _key(self, path: str) -> str:
+        """``path``, numbered if a tensor has it: keys of one dict have one path, and so do values under keys of equal repr."""
+        self._uses[path] += 1
+        return path if self._uses[path] == 1 else f"{path} ({self._uses[path]})"
 
 
 def encode_plain(value: Any, path: str, refusal: type[Exception] = TypeError) -> Any:
