@@ -8,6 +8,9 @@ from titan_train.parallel.layout.run import plan_run
 from titan_train.planner.setup import ON_A_V, Loss, Setup
 from titan_train.planner.shapes import is_diffusion, returns_logits, shape_of_config
 
+_PRECISIONS = {"tensor": "tensorwise", "row": "rowwise", "block1x128": "blockwise", "mx32": "mxfp8"}
+"""By how many values of an input share a scale."""
+
 
 def setup_of_config(config: Config, gpus: int) -> Setup:
     """The setup that a configuration is on ``gpus`` devices.
@@ -61,6 +64,7 @@ def not_predicted(config: Config) -> list[str]:
     """Settings that a `Setup` does not hold, each with what is predicted in its place; `titan-train check` counts them."""
     p, activations = config.parallel, config.activations
     checkpoint, every = activations.checkpoint, activations.matmul_every
+    recipe, precision = config.float8.recipe, _precision(config)
     settings = {
         f"pipeline.cuts={list(config.pipeline.cuts)}: stages of equal FLOPs are": p.pp > 1 and config.pipeline.cuts,
         f"parallel.accumulate={p.accumulate!r}: a reduction for each micro-batch, into shards, is": p.accumulate
@@ -70,6 +74,8 @@ def not_predicted(config: Config) -> list[str]:
         "parallel.reshard='always': a pipeline that gathers once a step is": p.pp > 1 and p.reshard == "always",
         "parallel.reshard_overrides: parallel.reshard for all modules is": p.reshard_overrides,
         "parallel.keep_fp32: all in train.dtype is": p.keep_fp32 and config.train.dtype != "fp32",
+        f"float8.recipe={recipe!r}: {precision!r}, weight gradients in float8 of inputs that are kept in float8, is": recipe
+        not in ("none", precision),
         f"activations.checkpoint={checkpoint!r}: 'selective' is": checkpoint in ("pattern", "budget"),
         f"activations.matmul_every={every}: 2 is": checkpoint == "selective" and every != 2,
         "train.freeze: all trained, which takes more time and memory, is": config.train.freeze,
@@ -114,7 +120,9 @@ def _precision(config: Config) -> str:
     recipe = config.float8.recipe
     if recipe == "none":
         return config.train.dtype
-    return "rowwise" if recipe.startswith("rowwise") else recipe
+    from titan_fp8 import Recipe  # imports torch, which no other precision needs
+
+    return _PRECISIONS[Recipe.get(recipe).x.gran]
 
 
 def _diffusion_lines(seq_len: int) -> list[str]:
