@@ -2,12 +2,13 @@
 
 import tempfile
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from titan_testing import run_ranks
 from titan_testing.held_bytes import held_bytes
-from titan_train.config import ActivationsConfig, load_config
+from titan_train.config import ActivationsConfig, Float8Config, load_config
 from titan_train.inputs import prepare_inputs
 from titan_train.launch.validate import decided_by_arguments, validate, validate_arguments
 from titan_train.models import Llama, LlamaArgs, build_model, count_parameters, flops_per_token
@@ -22,8 +23,9 @@ from titan_train.planner.memory.kept import block_bytes, tokens_of
 from titan_train.planner.memory.ranks import estimate_ranks, rehearse
 from titan_train.planner.memory.rehearsed import rehearse_activation_checkpointing
 from titan_train.planner.memory.states import state_bytes
+from titan_train.planner.setup import Precision
 from titan_train.planner.shapes import find_shape
-from titan_train.planner.translate import setup_of_config
+from titan_train.planner.translate import not_predicted, setup_of_config
 from titan_train.train.trainer import Trainer
 
 FAMILIES = ("llama3_debug", "gpt_debug", "qwen3_debug", "qwen3_moe_debug", "deepseek_debug")
@@ -239,6 +241,28 @@ def test_frozen_parameters_have_no_closed_form(monkeypatch):
     )
     with pytest.raises(pytest.fail.Exception, match="closed form"):
         ranks_of(monkeypatch, "llama3_debug", 1, {}, closed=True, frozen=frozen)
+
+
+def test_inputs_that_a_recipe_keeps_in_high_precision_are_counted_whole(monkeypatch):
+    settings = {"float8.min_speedup": 0, "compile.enabled": True, "model.seq_len": 512}
+    half, whole = (
+        ranks_of(monkeypatch, "llama3_debug", 1, settings | {"float8.recipe": recipe}, closed=False)[0].activations
+        for recipe in ("rowwise", "rowwise_gw_hp")
+    )
+    settings["float8.recipe"] = "rowwise_gw_hp"
+    assert half < whole
+    with pytest.raises(pytest.fail.Exception, match="closed form"):
+        ranks_of(monkeypatch, "llama3_debug", 1, settings, closed=True)
+
+
+@pytest.mark.parametrize("recipe", get_args(get_type_hints(Float8Config)["recipe"]))
+def test_every_recipe_is_predicted_as_a_precision_and_a_variant_of_one_says_so(recipe):
+    config = load_config("debug", ["--float8.recipe", recipe])
+    setup = setup_of_config(config, 1)
+    assert setup.precision in get_args(Precision)
+    assert setup.float8 == (recipe != "none")
+    said = [line for line in not_predicted(config) if line.startswith(f"float8.recipe={recipe!r}")]
+    assert len(said) == (recipe not in ("none", setup.precision))
 
 
 @pytest.mark.parametrize(

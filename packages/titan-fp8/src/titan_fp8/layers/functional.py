@@ -1,9 +1,9 @@
 """`linear` and `linears`: the three products of a linear layer under autograd.
 
-What is kept for backward is the input's transposed float8 codes (half the bytes of bfloat16; nothing where no weight
-needs a gradient) and the weight itself, a reference. The weight's cast is taken from a `WeightCache` where there is one
-that still holds, and made again otherwise, with the same bits. All casts and products are deterministic, so recomputing
-a forward gives the same bits too.
+What is kept for backward is the input's transposed float8 codes (half the bytes of bfloat16; the input itself where the
+recipe takes the weight gradient in high precision; nothing where no weight needs one) and the weight itself, a reference.
+The weight's cast is taken from a `WeightCache` where there is one that still holds, and made again otherwise, with the same
+bits. All casts and products are deterministic, so recomputing a forward gives the same bits too.
 """
 
 from collections.abc import Callable, Sequence

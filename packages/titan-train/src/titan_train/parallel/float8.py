@@ -391,7 +391,8 @@ def describe_conversion(
     total = converted + sum(len(report.skipped) for report in reports)
     where = " of this rank's stages" if staged else ""
     if converted or experts:
-        more = f", and the experts of {experts} layers: {_OF_EXPERTS}" if experts else ""
+        kept = "half the bytes for backward, " if titan_fp8.Recipe.get(config.recipe).wgrad == "fp8" else ""
+        more = f", and the experts of {experts} layers: {kept}{_OF_EXPERTS}" if experts else ""
         return f"float8.recipe={config.recipe!r}: {converted} of {total} linear layers{where}{more}"
     named = [(name, reason) for report in reports for name, reason in report.skipped.items()]
     told = [(name, reason) for name, reason in named if "skip pattern" not in reason] or named
@@ -402,9 +403,7 @@ def describe_conversion(
     )
 
 
-_OF_EXPERTS = (
-    "half the bytes for backward, 0.86 (blockwise) or 1.06 (rowwise) of bfloat16's time on one H200; float8.skip"
-)
+_OF_EXPERTS = "0.86 (blockwise) or 1.06 (rowwise) of bfloat16's time on one H200; float8.skip"
 
 
 def conversion_table(report: titan_fp8.ConversionReport) -> str:

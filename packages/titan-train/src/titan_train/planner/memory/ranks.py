@@ -340,6 +340,8 @@ class RankProgram:
             return None
         if (only_run and not config.compile.enabled) or config.float8.skip:
             return None
+        if config.float8.recipe not in ("none", self._setup().precision):  # a variant, which may keep other bytes
+            return None
         shape = self._shape()
         layers = range(shape.num_layers) if layers is None else layers
         return closed_form(config, shape, self._setup(), layers, rows=self.batch.microbatch)
