@@ -52,6 +52,12 @@ def test_gen_writes_communication_to_standard_output(capsys):
     verify(schedule)
 
 
+def test_a_csv_is_refused_where_sends_and_receives_are_asked_for(tmp_path, capsys):
+    assert main(["gen", "1f1b", "-p", "2", "-m", "2", "--communication", "-o", str(tmp_path / "s.csv")]) == 2
+    assert "torch's CSV holds compute actions alone" in capsys.readouterr().err
+    assert not (tmp_path / "s.csv").exists()
+
+
 def test_solve_writes_a_schedule_that_fits(tmp_path, capsys):
     (tmp_path / "costs.json").write_text(Costs.uniform(4, num_chunks=2).to_json())
     call = ["solve", "--costs", str(tmp_path / "costs.json"), "-m", "4", "--placement", "v", "--mem-limit", "2"]

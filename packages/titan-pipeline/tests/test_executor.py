@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 testing = pytest.importorskip("titan_testing")
 
-from titan_pipeline import FAMILIES, Schedule, build_schedule  # noqa: E402
+from titan_pipeline import FAMILIES, Kind, Schedule, build_schedule  # noqa: E402
 from titan_pipeline.runtime import (  # noqa: E402
     Executor,
     GlooTransport,
@@ -24,6 +24,7 @@ from titan_pipeline.runtime import (  # noqa: E402
     TorchStage,
     host_transport,
 )
+from titan_pipeline.runtime.program import compile_program  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -386,6 +387,18 @@ def test_finish_runs_once_a_step_after_the_last_gradient():
     assert len(seen) == 1
     for grad, parameter in zip(seen[0], layers[0].parameters(), strict=True):
         assert torch.equal(grad, parameter.grad)
+
+
+@pytest.mark.parametrize(("name", "last"), [("gpipe", Kind.B), ("1f1b", Kind.B), ("zb_h1", Kind.W)])
+def test_a_stage_sends_its_last_gradient_before_it_is_reduced(name, last):
+    program = compile_program(build_schedule(name, 2, 3), 1)
+    kinds = [kind for kind, _, _ in program.actions]
+    assert kinds[-2:] == [Kind.SEND_B if last is Kind.B else last, None]
+    assert program.where(len(kinds) - 1)[1] == f"the reduction after 1{last.value}2"
+    assert compile_program(build_schedule(name, 2, 3).for_evaluation(), 0).actions[-2:] == [
+        (Kind.SEND_F, 0, 2),
+        (None, 0, 2),
+    ]
 
 
 def test_a_trace_holds_every_action_of_the_rank_in_order():

@@ -403,6 +403,23 @@ def test_layers_that_the_rules_leave_alone_count_as_not_deferred(layer):
     assert all(p.grad is not None for p in layer.parameters())
 
 
+class Tied(nn.Module):
+    """An output layer that is the embedding's weight, which it uses itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.unused = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.body(x) @ self.embed.weight.t()
+
+
+def test_a_weight_that_is_used_outside_of_its_layer_counts_as_not_deferred():
+    stage = check(Tied(), torch.randn(2, 4), {"embed.weight"})
+    assert "outside of its layer's forward" in stage.not_deferred["embed.weight"]
+    assert stage.deferred_share == 0.5
+
+
 class LastState(nn.LSTM):
     def forward(self, x):
         return super().forward(x)[0]

@@ -52,6 +52,12 @@ def test_the_command_line_finds_it_by_its_entry_point(folder):
     assert "eager_1f1b" in (folder / "eager.svg").read_text()
 
 
+def test_titan_train_lists_it(folder):
+    pytest.importorskip("titan_train")
+    printed = run(folder, "-c", "from titan_train.cli import main; raise SystemExit(main(['list']))")
+    assert "eager_1f1b" in printed
+
+
 def test_a_name_cannot_be_taken_twice():
     from titan_pipeline import register_family
     from titan_pipeline.families import gpipe
@@ -60,6 +66,17 @@ def test_a_name_cannot_be_taken_twice():
         register_family("gpipe", gpipe)
     with pytest.raises(ValueError, match="fewest and the most stages"):
         register_family("new", gpipe, chunks=(0, 1))
+
+
+def test_a_family_with_a_choice_of_chunks_is_given_their_number(monkeypatch):
+    from titan_pipeline import FAMILIES, ScheduleFamily, build_schedule
+    from titan_pipeline.families import interleaved_1f1b
+
+    monkeypatch.setitem(FAMILIES, "few", ScheduleFamily(interleaved_1f1b, (1, 4), False, ""))
+    assert build_schedule("few", 2, 4, num_chunks=3).num_chunks == 3
+    assert build_schedule("few", 2, 4).num_chunks == 1
+    with pytest.raises(ValueError, match="few has 1 to 4 stage"):
+        build_schedule("few", 2, 4, num_chunks=5)
 
 
 @pytest.mark.parametrize(("name", "idle"), [("1f1b", "27 %"), ("zb_h1", "11 %"), ("zbv", "6 %")])

@@ -3,7 +3,17 @@
 import json
 
 import pytest
-from titan_pipeline import Costs, Link, Measurement, build_schedule, chrome_trace, fit_costs, simulate, solve
+from titan_pipeline import (
+    Costs,
+    Link,
+    Measurement,
+    ScheduleError,
+    build_schedule,
+    chrome_trace,
+    fit_costs,
+    simulate,
+    solve,
+)
 from titan_pipeline.cli import main
 
 UNEQUAL = Costs(
@@ -52,6 +62,13 @@ def test_a_measurement_survives_json_and_draws_like_a_simulation():
     b = timeline.breakdown
     assert b.warm_up + b.steady + b.drain == pytest.approx(timeline.makespan - timeline.work)
     assert max(timeline.peak_memory) > 0
+
+
+@pytest.mark.parametrize(("kept", "lost"), [('"schedule":', '"s":'), ('"ranks": [[[', '"r": [[['), ("}", "")])
+def test_a_measurement_that_is_not_whole_is_refused(kept, lost):
+    text = measure(build_schedule("gpipe", 2, 2), Costs.uniform(2)).to_json()
+    with pytest.raises(ScheduleError, match="not a whole titan-pipeline/measurement file"):
+        Measurement.from_json(text.replace(kept, lost))
 
 
 def test_plan_and_measurement_lie_over_each_other_in_one_trace(tmp_path, capsys):

@@ -167,7 +167,16 @@ def test_an_undone_step_keeps_the_precision_of_the_optimizers_state():
     assert rate == exact_rate
 
 
-def test_a_step_is_judged_and_redone_by_its_gradients_even_if_the_optimizer_changed_them():
+class Dropping(torch.optim.SGD):
+    """Lets go of its gradients at the end of its step."""
+
+    def step(self):
+        super().step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Dropping])
+def test_a_step_is_judged_and_redone_by_its_gradients_even_if_the_optimizer_changed_them(kind):
     """SGD with Nesterov momentum adds the momentum to the gradients themselves where it takes all parameters at once."""
     x, y = batch(3)
 
@@ -175,7 +184,7 @@ def test_a_step_is_judged_and_redone_by_its_gradients_even_if_the_optimizer_chan
         torch.manual_seed(0)
         layer = nn.Linear(6, 6)
         executor = Executor(build_schedule("gpipe", 1, 4), [TorchStage(layer, 0, loss=loss_sum)])
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=True)
+        optimizer = kind(layer.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=True)
         lazy, norms = Optimistic(executor, optimizer, 7.0), []
         for _ in range(4):
             optimizer.zero_grad()

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     gen.add_argument("--chunks", "-v", type=int, help="stages per rank")
     gen.add_argument("--mem-limit", type=float, help="zb_auto: microbatches of a rank, or the unit of --costs")
     gen.add_argument("--costs", type=Path, help="zb_auto: costs file (JSON)")
-    gen.add_argument("--communication", action="store_true", help="write sends and receives out")
+    gen.add_argument("--communication", action="store_true", help="write sends and receives out; not as .csv")
     gen.add_argument("-o", "--output", type=Path, help="file (.json, .txt, .csv); standard output without")
     gen.set_defaults(run=_gen)
 
@@ -133,6 +133,11 @@ def _gen(args: argparse.Namespace) -> int:
     schedule = build_schedule(
         args.family, args.ranks, args.microbatches, num_chunks=args.chunks, costs=costs, mem_limit=args.mem_limit
     )
+    if args.communication and args.output is not None and args.output.suffix == ".csv":
+        raise ValueError(
+            f"--communication with --output {args.output}: torch's CSV holds compute actions alone, and torch adds its own "
+            "sends and receives. Leave --communication out, or write .json or .txt."
+        )
     if args.communication:
         schedule = lower(schedule, costs)
     if args.output is None:

@@ -1,11 +1,15 @@
 """Stages exchange tensors from device to device, by channels of the device's backend; here the CPU's, which is gloo."""
 
+import dataclasses
+
 import composition
 import pytest
 import torch
 from composition_matrix import MODELS
+from titan_pipeline import build_schedule
 from titan_pipeline.runtime import DeviceTransport, SocketTransport
 from titan_testing import run_ranks
+from titan_train.config import PipelineConfig
 from titan_train.parallel import apply as build
 from titan_train.parallel import pipeline
 from titan_train.parallel.layout.run import plan_schedule
@@ -37,6 +41,17 @@ def test_channels_between_devices_carry_the_same_bits(folder, schedule):
         assert got_norms == norms
         assert got_gradients.keys() == gradients.keys()
         assert all(torch.equal(got_gradients[name][2], gradients[name][2]) for name in gradients)
+
+
+def test_a_file_out_of_order_is_refused_where_one_process_order_is_asked_for(tmp_path):
+    text = build_schedule("gpipe", 2, 2).to_text()
+    for stage in (0, 1):
+        text = text.replace(f"{stage}B0 {stage}B1", f"{stage}B1 {stage}B0")
+    (tmp_path / "s.txt").write_text(text)
+    config = PipelineConfig(schedule=str(tmp_path / "s.txt"))
+    assert plan_schedule(config, pp=2, microbatches=2).num_ranks == 2
+    with pytest.raises(ValueError, match=r"rank 0, position 3 \(0B0\).*deterministic=False"):
+        plan_schedule(dataclasses.replace(config, deterministic=True), pp=2, microbatches=2)
 
 
 def test_the_device_decides():

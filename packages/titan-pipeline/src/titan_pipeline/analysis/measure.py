@@ -98,16 +98,21 @@ class Measurement:
         Raises:
             ScheduleError: Code ``format``.
         """
-        raw = json.loads(text)
-        if not isinstance(raw, dict) or cast(dict[str, Any], raw).get("format") != _FORMAT:
-            raise ScheduleError("format", f"not a {_FORMAT} file.")
-        body = cast(dict[str, Any], raw)
-        schedule = Schedule.from_json(json.dumps(body["schedule"]))
-        ranks = tuple(
-            tuple(Slot(a, float(start), float(end)) for a, (start, end) in zip(program, times, strict=True))
-            for program, times in zip(schedule.ranks, body["ranks"], strict=True)
-        )
-        return cls(schedule, ranks)
+        try:
+            raw = json.loads(text)
+            if not isinstance(raw, dict) or cast(dict[str, Any], raw).get("format") != _FORMAT:
+                raise ScheduleError("format", f"not a {_FORMAT} file.")
+            body = cast(dict[str, Any], raw)
+            schedule = Schedule.from_json(json.dumps(body["schedule"]))
+            ranks = tuple(
+                tuple(Slot(a, float(start), float(end)) for a, (start, end) in zip(program, times, strict=True))
+                for program, times in zip(schedule.ranks, body["ranks"], strict=True)
+            )
+            return cls(schedule, ranks)
+        except ScheduleError:
+            raise
+        except (KeyError, TypeError, ValueError) as err:
+            raise ScheduleError("format", f"not a whole {_FORMAT} file ({err!r}). Write it with to_json.") from err
 
     @classmethod
     def load(cls, path: str | Path) -> "Measurement":

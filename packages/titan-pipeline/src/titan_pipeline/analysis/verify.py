@@ -50,6 +50,7 @@ def verify(
     mem_limit: float | Sequence[float] | None = None,
     costs: Costs | None = None,
     forward_only: bool = False,
+    in_order: bool = False,
 ) -> Certificate:
     """Prove that ``schedule`` runs.
 
@@ -61,6 +62,7 @@ def verify(
         mem_limit: Largest memory per rank, or one limit for each, in the unit of ``costs``.
         costs: Memory of each stage; by default every rank keeps 1 a microbatch until its input gradient, 0.43 then.
         forward_only: The schedule is for evaluation: no backward is expected.
+        in_order: Each stage's gradients are summed in the order of the microbatches, as in one process.
 
     Raises:
         ScheduleError: With ``code``, ``rank``, ``index``, ``action`` and, for a deadlock, ``cycle``.
@@ -72,6 +74,8 @@ def verify(
     costs.check(schedule.num_stages)
     where = _check_contents(schedule, forward_only)
     _check_overlaps(schedule)
+    if in_order:
+        _check_sums(schedule)
     if schedule.communicates:
         lowered = schedule
         match = _match_messages(schedule)
@@ -124,6 +128,28 @@ def _check_contents(schedule: Schedule, forward_only: bool) -> dict[Action, tupl
             where[action] = (rank, index)
     _check_complete(schedule, where, forward_only)
     return where
+
+
+def _check_sums(schedule: Schedule) -> None:
+    """Every stage computes its gradients in the order of the microbatches."""
+    for rank, program in enumerate(schedule.ranks):
+        seen: dict[tuple[bool, int], int] = {}
+        for index, action in enumerate(program):
+            kind, stage, mb = action
+            # Some gradients come with the input gradients, in I or B, and the deferred ones in W or B.
+            for deferred in (False, True):
+                if kind is not Kind.B and kind is not (Kind.W if deferred else Kind.I):
+                    continue
+                before = seen.get((deferred, stage), -1)
+                if before > mb:
+                    raise ScheduleError(
+                        "order",
+                        f"it runs after microbatch {before}, so the gradients of the stage are summed in another order than "
+                        "in one process, which deterministic=True refuses. Use a family, whose microbatches stay in order, or "
+                        "deterministic=False.",
+                        rank=rank, index=index, action=action,
+                    )  # fmt: skip
+                seen[deferred, stage] = mb
 
 
 def _check_complete(schedule: Schedule, where: dict[Action, tuple[int, int]], forward_only: bool) -> None:

@@ -20,8 +20,8 @@ class ScheduleFamily:
     """What a family accepts."""
 
     make: Callable[..., Schedule]
-    """Called with ranks and microbatches; with chunks too if ``chunks`` has no upper end, with costs and memory limit
-    if ``takes_costs``."""
+    """Called with ranks and microbatches; with chunks too if ``chunks`` leaves a choice, with costs and memory limit
+    instead if ``takes_costs``."""
     chunks: tuple[int, int | None]
     """Fewest and most stages per rank; None for no upper end."""
     splits_backward: bool
@@ -53,7 +53,7 @@ def register_family(
         name: Not in use yet.
         make: Returns the schedule for ``(num_ranks, num_microbatches)``. It raises ValueError for numbers it cannot
             serve, and says which it can.
-        chunks: Fewest and most stages per rank. With None as the most, ``make`` also gets ``num_chunks``.
+        chunks: Fewest and most stages per rank, None for no most. Where they differ, ``make`` also gets ``num_chunks``.
         splits_backward: Whether backwards run in two halves, I and W.
         summary: One line for help texts.
         takes_costs: ``make`` also gets ``costs`` and ``mem_limit``, both of which may be None.
@@ -115,7 +115,7 @@ def build_schedule(
     if num_chunks is None:
         num_chunks = low if high is not None else 2
     if num_chunks < low or (high is not None and num_chunks > high):
-        wanted = f"exactly {low}" if low == high else f"at least {low}"
+        wanted = f"exactly {low}" if low == high else f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(
             f"num_chunks={num_chunks}: {name} has {wanted} stage(s) per rank. Use that, or interleaved_1f1b, "
             "looped_bfs or interleaved_zb, which take any number."
@@ -127,6 +127,6 @@ def build_schedule(
         raise ValueError(
             f"{name} has a fixed order; only {adapting} takes costs and mem_limit. Use solve() to search for both."
         )
-    if high is None:
+    if low != high:
         return family.make(num_ranks, num_microbatches, num_chunks)
     return family.make(num_ranks, num_microbatches)

@@ -25,7 +25,7 @@ from titan_pipeline.analysis.verify import verify
 from titan_pipeline.ir.schedule import COMPUTE, Action, Kind, Schedule
 from titan_pipeline.runtime.agreement import LOW_SHARE, DeferredWork, agree, expected_gain, refuse, warn_of_low_shares
 from titan_pipeline.runtime.clock import Clock, HostClock
-from titan_pipeline.runtime.program import Program, check_order, compile_program
+from titan_pipeline.runtime.program import Program, compile_program
 from titan_pipeline.runtime.stage.protocol import Stage
 from titan_pipeline.runtime.stage.tied import TiedWeight, check_ties, keep_one, reduce_tied
 from titan_pipeline.runtime.step import StepBatch, StepRun
@@ -149,10 +149,8 @@ class Executor:
                 f"rank {self.rank} holds stages {sorted(self.stages)}, but the schedule puts {sorted(mine)} on it. "
                 "Build those, or use a schedule with this placement."
             )
-        verify(schedule)
+        verify(schedule, in_order=self._deterministic)
         check_ties(self.tied, self.stages, schedule.num_stages)
-        if self._deterministic:
-            check_order(schedule)
 
     def _use(self, schedule: Schedule) -> None:
         """Agree with the other ranks on a schedule that was checked, and take it."""

@@ -5,10 +5,10 @@ fill. `clip_grad_norm` is that clip: exact, and the default.
 
 `Optimistic` lets each rank step at once, as if neither clipping nor a non-finite gradient would be found, and checks
 afterwards, when the news has had time to travel; most steps of a stable run need neither. If one did, the snapshot
-taken before the step is put back and the step is redone properly. The result is bit-equal to the synchronous step,
-always, because nothing is inverted: undoing AdamW arithmetically leaves 4 % of parameters different and can make NaNs
-out of rows that never got a gradient. The price is one copy of parameters, gradients (some optimizers change them in place) and
-optimizer state.
+taken before the step is put back and the step is redone properly. The result is bit-equal to the synchronous step
+of any optimizer that draws no random numbers (the generator is not put back), because nothing is inverted: undoing AdamW
+arithmetically leaves 4 % of parameters different and can make NaNs out of rows that never got a
+gradient. The price is one copy of parameters, gradients (some optimizers change them in place) and optimizer state.
 """
 
 import copy
@@ -69,7 +69,7 @@ class Optimistic:
         """Steps that had to be redone or dropped so far."""
 
     def step(self) -> None:
-        """Step at once with this rank's gradients as they are, if they are finite."""
+        """Step at once with this rank's gradients as they are."""
         if self._snapshot is not None:
             raise RuntimeError("the last step is not settled yet. Call settle() on every rank first.")
         self._snapshot = _Snapshot(self._optimizer)
@@ -116,7 +116,9 @@ class _Snapshot:
     def put_back_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients as they were before the step."""
         for parameter, value in zip(_weights(optimizer), self._gradients, strict=True):
-            if parameter.grad is not None and value is not None:
+            if parameter.grad is None or value is None:  # an optimizer may drop its gradients
+                parameter.grad = value
+            else:
                 parameter.grad.copy_(value)
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:

@@ -16,18 +16,21 @@ class Program:
         self.num_microbatches = schedule.num_microbatches
         self.num_stages = schedule.num_stages
         self._written = schedule.ranks[rank]
-        last = {a.stage: i for i, a in enumerate(self._written) if a.kind in COMPUTE}
-        # Receives happen where their message is needed. After the last action of a stage comes an entry of kind None:
-        # its gradients are complete.
+        receives = (Kind.RECV_F, Kind.RECV_B)
+        computed = {a.stage: i for i, a in enumerate(self._written) if a.kind in COMPUTE}
+        last = {a.stage: i for i, a in enumerate(self._written) if a.kind not in receives}
+        # Receives happen where their message is needed. After the last action of a stage, its sends included so that no
+        # rank waits for a reduction, comes an entry of kind None: its gradients are complete.
         self.actions: list[tuple[Kind | None, int, int]] = []
         self._positions: list[int] = []
         for i, action in enumerate(self._written):
-            if action.kind not in (Kind.RECV_F, Kind.RECV_B):
-                self.actions.append(action)
-                self._positions.append(i)
-            if action.kind in COMPUTE and last[action.stage] == i:
+            if action.kind in receives:
+                continue
+            self.actions.append(action)
+            self._positions.append(i)
+            if last[action.stage] == i:
                 self.actions.append((None, action.stage, action.microbatch))
-                self._positions.append(i)
+                self._positions.append(computed[action.stage])
         self.local = [place[s] == place[s + 1] for s in range(schedule.num_stages - 1)]
         self.place = place
         self.expected: dict[int, list[Key]] = {}
@@ -63,22 +66,3 @@ class Program:
 def compile_program(schedule: Schedule, rank: int) -> Program:
     """The program of one rank; communication is added where the schedule has none."""
     return Program(schedule if schedule.communicates else lower(schedule), rank)
-
-
-def check_order(schedule: Schedule) -> None:
-    """Raise unless every stage sees its microbatches in order, as one process would."""
-    for rank, program in enumerate(schedule.ranks):
-        seen: dict[tuple[bool, int], int] = {}
-        for index, (kind, stage, mb) in enumerate(program):
-            # Some gradients come with the input gradients, in I or B, and the deferred ones in W or B.
-            for deferred in (False, True):
-                if kind is not Kind.B and kind is not (Kind.W if deferred else Kind.I):
-                    continue
-                before = seen.get((deferred, stage), -1)
-                if before > mb:
-                    raise ValueError(
-                        f"deterministic=True, but rank {rank} runs {program[index]} after microbatch {before}: the "
-                        "gradients of the stage would be summed in another order than in one process. Use a family, whose "
-                        "microbatches stay in order, or deterministic=False."
-                    )
-                seen[deferred, stage] = mb

@@ -170,7 +170,7 @@ class TorchStage:
         else:
             with self._engine.deferring() as queue:
                 _run_backward(pairs)
-            self._engine.check_observed()
+            self._engine.check_observed(queue)
             if defer:
                 self._queues[microbatch] = queue
             else:

@@ -84,6 +84,10 @@ class WeightGradEngine:
         self._names = {id(p): n for n, p in module.named_parameters()}
         self._sizes = {n: p.numel() for n, p in module.named_parameters() if p.requires_grad and p.dim() > 1}
         self._expected: dict[str, nn.Parameter] = {}
+        self._ruled: dict[str, nn.Parameter] = {}
+        """Of layers with a rule, until the first backward: they may be used outside of their layer's forward."""
+        self._without: set[str] = set()
+        """Those that had no gradient when it began."""
         self._compiled: set[int] = set()
         for name, layer in module.named_modules():
             rule = table.get(original_type(layer))
@@ -98,6 +102,9 @@ class WeightGradEngine:
                 self._wrap(layer, self._by_rule(layer, rule))
                 if (reason := left_alone(rule, layer)) is not None:
                     self._leave_out(name, layer, reason)
+                else:
+                    own = [p for p in layer.parameters(recurse=False) if p.requires_grad]
+                    self._ruled |= {self._names[id(p)]: p for p in own}
             elif contracting_parameters(layer):
                 self._wrap(layer, split_forward(self._mode, layer.forward))
                 prefix = f"{name}." if name else ""
@@ -105,8 +112,14 @@ class WeightGradEngine:
             else:
                 self._leave_out(name, layer, f"no rule for {original_type(layer).__name__}")
 
-    def check_observed(self) -> None:
-        """After a backward: what was thought to wait and did not goes into `not_deferred`."""
+    def check_observed(self, queue: WeightGradQueue) -> None:
+        """After a backward, before its queue runs: what was thought to wait and did not goes into `not_deferred`."""
+        if self._ruled:
+            late = queue.parameters()
+            for name, parameter in self._ruled.items():
+                if name in self._without and parameter.grad is not None and id(parameter) not in late:
+                    self.not_deferred[name] = "used outside of its layer's forward, or a tensor subclass"
+            self._ruled.clear()
         for name, parameter in self._expected.items():
             if id(parameter) in self._mode.deferred | self._functions.deferred or parameter.grad is None:
                 continue
@@ -151,6 +164,7 @@ class WeightGradEngine:
     def deferring(self) -> Generator[WeightGradQueue, None, None]:
         """Weight gradients of the backward run inside go into the queue it yields (a checkpoint's forward too)."""
         self.queue = WeightGradQueue(self._through_autograd)
+        self._without = {name for name, p in self._ruled.items() if p.grad is None}
         self.active = True
         try:
             yield self.queue

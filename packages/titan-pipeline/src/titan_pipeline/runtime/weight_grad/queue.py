@@ -38,6 +38,12 @@ class WeightGradQueue:
         """Of operations that no rule covers; see `titan_pipeline.runtime.weight_grad.generic`."""
         self._through_autograd = through_autograd
 
+    def parameters(self) -> set[int]:
+        """Identities of the parameters that wait."""
+        return {id(p) for noted, _, _ in self.notes for p in noted} | {
+            id(p) for g in self.little_graphs for p in g.leaves
+        }
+
     def run(self) -> None:
         """Compute them, in the order they were noted, and accumulate each parameter once."""
         totals: dict[int, tuple[Tensor, Tensor]] = {}

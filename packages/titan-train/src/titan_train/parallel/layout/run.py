@@ -64,10 +64,11 @@ def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Sche
     """The schedule that ``config`` names. Pure: no torch, no ranks.
 
     Raises:
-        ValueError: The family cannot serve these numbers, or the file holds a schedule for others.
+        ValueError: The family cannot serve these numbers, or the file holds a schedule for others, or, with
+            ``deterministic``, one that sums gradients out of order.
     """
     if find_family(config.schedule) is not None:
-        return _of_family(config.schedule, pp, microbatches, config.stages_per_rank or None)
+        return _of_family(config.schedule, pp, microbatches, config.stages_per_rank or None, config.deterministic)
     _check_exists(config.schedule)
     text = read_text(config.schedule)
     schedule = Schedule.from_text(text) if text.lstrip().startswith("#") else Schedule.from_json(text)
@@ -77,7 +78,7 @@ def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Sche
             f"microbatches; this run has parallel.pp={pp} and {microbatches} of them a step. Make one for these, or change "
             "train.global_batch or train.microbatch."
         )
-    verify(schedule)
+    verify(schedule, in_order=config.deterministic)
     return schedule
 
 
@@ -90,10 +91,10 @@ def _check_exists(schedule: str) -> None:
 
 
 @cache
-def _of_family(name: str, pp: int, microbatches: int, chunks: int | None) -> Schedule:
+def _of_family(name: str, pp: int, microbatches: int, chunks: int | None, in_order: bool) -> Schedule:
     """Building and verifying takes a second at 8 ranks and 128 micro-batches, and a run asks several times."""
     schedule = build_schedule(name, pp, microbatches, num_chunks=chunks)
-    verify(schedule)
+    verify(schedule, in_order=in_order)
     return schedule
 
 
