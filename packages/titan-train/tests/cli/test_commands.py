@@ -20,6 +20,7 @@ import torch
 from titan_ckpt import Process
 from titan_fp8.dispatch import BackendReport
 from titan_train.cli import COMMANDS, REMOVED, main
+from titan_train.cli.doctor import _torch
 from titan_train.config import load_config
 from titan_train.inputs import prepare_inputs
 from titan_train.launch.place.machines import Leader
@@ -206,6 +207,14 @@ def test_doctor_names_the_kernel_of_float8_casts(capsys, monkeypatch, chosen, sk
     monkeypatch.setattr("titan_fp8.backends", lambda: [BackendReport("cast_block_dual", chosen, skipped)])
     assert main(["doctor"]) == 0
     assert f"{expected}\n" in capsys.readouterr().out
+
+
+def test_doctor_says_which_nccl_torch_has(monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 5))
+    assert [found.text for found in _torch() if found.name == "nccl"] == ["2.27.5, GPU process groups"]
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    assert [found.level for found in _torch() if found.name == "nccl"] == ["note"]
 
 
 def test_doctor_names_every_extra_that_the_package_declares(capsys):

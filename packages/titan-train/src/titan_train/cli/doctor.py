@@ -153,8 +153,12 @@ def _torch() -> Iterator[Finding]:
         return
     gloo = dist.is_gloo_available()
     yield Finding("ok" if gloo else "missing", "gloo", "CPU process groups" if gloo else "not in this build of torch")
-    nccl = dist.is_nccl_available()
-    yield Finding("ok" if nccl else "note", "nccl", "GPU process groups" if nccl else "not in this build; GPUs need it")
+    if not dist.is_nccl_available():
+        yield Finding("note", "nccl", "not in this build; GPUs need it")
+        return
+    from torch.cuda import nccl
+
+    yield Finding("ok", "nccl", f"{'.'.join(map(str, nccl.version()))}, GPU process groups")
 
 
 def _float8_cast() -> Finding:
