@@ -12,7 +12,7 @@ from titan_testing import run_ranks
 from titan_train.config import ContextConfig
 from titan_train.data import Batch
 from titan_train.data.loader.batch import HostBatch
-from titan_train.models import CausalAttention
+from titan_train.models import CausalAttention, SequenceContext
 from titan_train.parallel.context import ContextAttention, ContextParallelism, Heads
 from torch import nn
 
@@ -79,6 +79,34 @@ def _cut_without_reading_the_device():
     # a tensor without data stands for one whose data the host would have to wait for
     unread = dataclasses.replace(whole, cu_seqlens=boundaries.to("meta"), boundaries=boundaries.numpy())
     return context.cut(whole).tokens, context.cut(unread).tokens
+
+
+def _methods_of_documents(windows):
+    """The method of a whole row, of many short documents and of one long one, and whether attention is one process's."""
+    mesh = build(Layout(MeshSpec(cp=2)), device_type="cpu")
+    context = ContextParallelism(
+        ContextConfig(), mesh, Heads(4, 4, 8), seq_len=64, dtype=torch.float32, windows=windows
+    )
+    tokens = torch.arange(64)[None]
+    q, k, v = torch.randn(3, 1, 64, 4, 8, generator=torch.Generator().manual_seed(0))
+    methods, same = [context.cut(Batch(tokens, tokens, tokens, None, 64, 1)).attention_plan.plan.method], []
+    for ends in (range(0, 65, 8), (0, 64)):
+        boundaries = torch.tensor([list(ends)], dtype=torch.int32)
+        rows = context.cut(Batch(tokens, tokens, tokens, boundaries, 64, 1)).attention_plan
+        methods.append(rows.plan.method)
+        mine = SequenceContext(tokens, attention_plan=rows)
+        parts = (rows.plan.shard(x) for x in (q, k, v))
+        out = context.join(ContextAttention(context._groups)(*parts, mine), rows)
+        whole = CausalAttention(4, 4, 8)(q, k, v, SequenceContext(tokens, boundaries))
+        same.append(torch.allclose(out, whole, atol=1e-5))
+    return methods, same
+
+
+@pytest.mark.parametrize(("windows", "many"), [((), "ring"), ((16,), "ulysses")])
+def test_the_method_of_documents_is_the_one_that_sends_least_where_layers_do_not_share_a_layout(windows, many):
+    for methods, same in run_ranks(_methods_of_documents, 2, windows):
+        assert methods == ["ulysses", many, "ulysses"]
+        assert same == [True, True]
 
 
 def test_rows_are_cut_without_reading_documents_from_the_device():

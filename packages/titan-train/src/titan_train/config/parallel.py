@@ -115,7 +115,7 @@ class ContextConfig:
     """Context parallelism (parallel.cp > 1): how attention reaches tokens that other ranks hold."""
 
     method: Literal["auto", "ring", "allgather", "ulysses", "usp"] = "auto"
-    """auto takes the method that sends the fewest bytes."""
+    """auto takes the method that sends the fewest bytes, for each micro-batch of packed documents."""
 
     layout: Literal["auto", "contiguous", "zigzag", "per_document", "documents", "block"] = "auto"
     """Which tokens each rank holds; auto takes the balanced layout that sends least."""

@@ -252,11 +252,12 @@ class ContextParallelism:
         return rows.plan.unshard(output, group=self._group)
 
     def _plan(self, **rows: Any) -> titan_cp.AttentionPlan:
-        """The plan of other rows, or of a window, by the method of the whole rows."""
-        whole = self._whole
+        """The plan of other rows, or of a window, by the method of the whole rows; documents may choose the ring or Ulysses."""
+        whole, layout = self._whole, self._whole.layout if self._windows or self._states else ""
+        anew = self._config.method == "auto" and "cu_seqlens" in rows and not layout and whole.method != "usp"
         return plan_rows(
-            self._config, self._size, self._rank, self._heads, dtype=self._dtype, method=whole.method,
-            ulysses_degree=whole.ulysses_degree, layout=whole.layout if self._windows or self._states else "", **rows,
+            self._config, self._size, self._rank, self._heads, dtype=self._dtype, method="auto" if anew else whole.method,
+            ulysses_degree=0 if anew else whole.ulysses_degree, layout=layout, **rows,
         )  # fmt: skip
 
 
