@@ -401,6 +401,12 @@ def test_the_same_command_is_a_worker_under_a_torchrun_of_the_users(folder):
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if re.match(r"step=\d+", line)]) == 12
     assert (folder / "runs" / "tiny" / "report.html").is_file()
+    command += ["--model.name", "gpt_debug", "--train.steps", "14"]
+    refused = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=170, env=environment(), check=False
+    )
+    assert refused.returncode != 0
+    assert not (folder / "runs" / "tiny" / "staged").exists()
 
 
 def test_help_imports_neither_torch_nor_the_configuration():

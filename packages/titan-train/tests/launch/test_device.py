@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from titan_train.launch.place.ray.cluster import forwarded
+from titan_train.config import Config
 from titan_train.launch.rank.device import (
     bind_to_numa,
     cores_beside,
@@ -14,6 +15,8 @@ from titan_train.launch.rank.device import (
     prepare_gpu,
     set_cuda_defaults,
 )
+
+from titan_train.train.process import set_up_process
 
 GPU = "0000:99:00.0"
 
@@ -91,3 +94,19 @@ def test_ranks_on_rays_nodes_have_the_settings_of_the_command(monkeypatch):
     found = forwarded(SimpleNamespace(ray=SimpleNamespace(env=())))
     assert passed.items() <= found.items()
     assert "SECRET_TOKEN" not in found
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "index"), [("3", 1, 0), ("1", 2, 1), (None, 2, 1)])
+def test_a_trainer_computes_on_the_gpu_that_is_its_ranks(local_rank, visible, index, monkeypatch):
+    """One visible GPU is every rank's own; without ``LOCAL_RANK`` the GPU is the one that the program selected."""
+    selected = [1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: selected[-1])
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    monkeypatch.setattr(torch, "manual_seed", lambda _: None)  # would start CUDA
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert set_up_process(Config()) == torch.device("cuda", index)
+    assert selected[-1] == index

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from titan_testing import run_ranks
-from titan_train.cli import check
+from titan_train.cli import check, run
 from titan_train.config import Config, LaunchConfig, ParallelConfig, load_config
 from titan_train.config.launch import RayConfig
 from titan_train.launch.rank import info, worker
@@ -30,6 +30,12 @@ def test_torchruns_variables_are_read():
     assert not under_torchrun({"RANK": "0"})
     ranks = ranks_from_torchrun(LaunchConfig(device="cpu"), TORCHRUN)
     assert (ranks.rank, ranks.local_rank, ranks.world_size, ranks.local_world_size, ranks.store) == (3, 1, 4, 2, None)
+
+
+def test_faults_that_no_rank_would_inject_are_refused_under_a_torchrun():
+    config = load_config("debug", ["--launch.faults", "kill rank=1 step=7"])
+    with pytest.raises(ValueError, match=r"launch.faults='kill rank=1 step=7' does nothing under a torchrun of yours"):
+        run._be_a_torchrun_worker(config, None)
 
 
 def test_a_number_of_ranks_other_than_torchruns_is_refused():
@@ -96,6 +102,14 @@ def test_check_and_run_agree_on_the_ranks_of_a_cpu(degrees, gpus, monkeypatch):
     config = Config(parallel=ParallelConfig(**degrees), launch=LaunchConfig(device="cpu"))
     _, checked = check._on_devices(config, None)
     assert checked == ranks_per_node(config.launch, config.parallel.num_ranks) == max(1, config.parallel.num_ranks)
+
+
+@pytest.mark.parametrize(("degrees", "ranks"), [({}, 2), ({"tp": 2, "dp_shard": 4}, 8)])
+def test_check_and_run_agree_on_the_ranks_of_the_cpus_of_two_machines(degrees, ranks):
+    launch = LaunchConfig(launcher="machines", nnodes=2, endpoint="host:29500", device="cpu")
+    config = Config(parallel=ParallelConfig(**degrees), launch=launch)
+    _, checked = check._on_devices(config, None)
+    assert checked == 2 * ranks_per_node(config.launch, config.parallel.num_ranks) == ranks
 
 
 def test_more_machines_than_this_one_need_a_launcher_that_reaches_them():

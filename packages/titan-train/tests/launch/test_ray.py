@@ -146,6 +146,7 @@ def test_an_elastic_run_shrinks_with_its_nodes_and_grows_back(job, cluster):
         told += until(run, "resumed  step")
         cluster.add_node(num_cpus=1, **SMALL)
         told += until(run, "elastic  ranks came back")
+        told += until(run, "sharded over 3 ranks")  # until then the two go on
         told += until(run, "step=")
         run.send_signal(signal.SIGTERM)  # it has done what it should: save and end
         output = "".join(told) + run.stdout.read()

@@ -39,11 +39,14 @@ def test_what_a_prediction_leaves_out_is_said(capsys):
     assert main(words) == 0
     assert "note " not in capsys.readouterr().out
     words += ["--parallel.accumulate", "unsharded", "--activations.checkpoint", "budget", "--compile.enabled", "true"]
+    words += ["--parallel.tp", "2", "--parallel.sequence-parallel", "false", "--parallel.compress", "bf16"]
+    words += ["--float8.recipe", "tensorwise", "--float8.skip", '["layers.1.*"]']
     assert main([*words, "--parallel.reshard", "4", "--train.freeze", "layers.0"]) == 0
     said = capsys.readouterr().out.partition("note      ")[2]
     lines = [line.strip() for line in said.splitlines()]
     assert [line.partition(":")[0] for line in lines] == [
-        "parallel.accumulate='unsharded'", "parallel.reshard=4", "activations.checkpoint='budget'", "train.freeze",
+        "parallel.accumulate='unsharded'", "parallel.reshard=4", "parallel.sequence_parallel=false", "parallel.compress='bf16'",
+        "float8.skip", "activations.checkpoint='budget'", "train.freeze",
     ]  # fmt: skip
     assert all(line.endswith(" predicted") for line in lines)
 

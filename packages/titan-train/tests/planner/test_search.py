@@ -410,7 +410,7 @@ ODD = {
     "parallel.mode": "ddp", "parallel.reshard": "never", "parallel.async_tp": "true", "parallel.offload": "cpu",
     "parallel.accumulate": "unsharded", "parallel.compress": "bf16", "activations.mlp_tiles": 4, "activations.offload": "true",
     "float8.recipe": "rowwise", "train.fused_loss": "false", "train.dtype": "fp32", "optimizer.states": "int8",
-    "context.dynamic": "true",
+    "context.dynamic": "true", "activations.matmul_every": 0,
 }  # fmt: skip
 OTHER = {
     "parallel.sequence_parallel": "false", "context.method": "usp", "context.ulysses_degree": 2, "context.layout": "contiguous",
@@ -421,7 +421,13 @@ OTHER = {
 @pytest.mark.parametrize("odd", [ODD, OTHER], ids=["odd", "other"])
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"precision": "fp32"}, {"precision": "tensorwise", "tp": 2, "dp_shard": 4}, {"cp": 2, "dp_shard": 4}],
+    [
+        {},
+        {"precision": "fp32"},
+        {"precision": "tensorwise", "tp": 2, "dp_shard": 4},
+        {"cp": 2, "dp_shard": 4},
+        {"recompute": "selective"},
+    ],
     ids=str,
 )
 def test_what_was_planned_is_written_whatever_the_base_says(odd: dict, changed: dict, tmp_path) -> None:
@@ -439,6 +445,7 @@ def test_what_was_planned_is_written_whatever_the_base_says(odd: dict, changed: 
     config = load_config(str(file))
     assert setup_of_config(config, 8) == planned
     assert config.parallel.accumulate == "sharded"
+    assert config.activations.checkpoint != "selective" or config.activations.matmul_every == 2
     plan_run(config, 8)
 
 

@@ -17,7 +17,7 @@ from titan_train.config import dump_config
 from titan_train.export.run import export_run
 from titan_train.observe.records import ValidationRecord
 from titan_train.optim.average import Z, averaged_weight, has_ema
-from titan_train.run_folder import checkpoint_folders, contents, find_start, stage_rewind, staged_folder
+from titan_train.run_folder import Lease, checkpoint_folders, contents, find_start, stage_rewind, staged_folder
 from titan_train.train.best import BestValidation
 from titan_train.train.observer import Observer
 
@@ -308,7 +308,7 @@ def test_after_a_resume_at_an_older_step_the_best_checkpoint_is_one_that_is_ther
     with Trainer(config) as trainer:
         assert (trainer._best.step, trainer._best.loss) == (4, 2.0)
     stage_rewind(staged_folder(trainer.run_dir), 2)
-    with Trainer(config) as trainer:
+    with Lease(trainer.run_dir), Trainer(config) as trainer:  # as a command's worker
         assert (trainer.step, trainer._best.step, trainer._best.loss) == (2, 2, 2.6)
 
 

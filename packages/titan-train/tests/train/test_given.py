@@ -18,10 +18,12 @@ from titan_train.config import SpikesConfig, load_config
 from titan_train.config.ramp import BatchRamp
 from titan_train.data import IteratedBatches
 from titan_train.inputs import GivenInputs, open_inputs, prepare_inputs
+from titan_train.launch.validate import decided_by_arguments, validate
 from titan_train.models import build_model
 from titan_train.observe import run_info
 from titan_train.observe.run_info import versions
 from titan_train.optim.spikes import Spikes
+from titan_train.parallel.layout.run import plan_run
 from titan_train.run_folder import run_folder, stage, staged_folder
 from titan_train.task import load_task
 from titan_train.tasks.diffusion.sampling import write_png
@@ -494,3 +496,14 @@ def test_the_configuration_in_a_folder_of_a_programs_choice_names_that_folder(tm
     trainer = Trainer(config(tmp_path, "named"), tmp_path / "elsewhere" / "chosen", data=batches())
     trainer.close()
     assert run_folder(load_config(str(trainer.run_dir / "config.toml"))) == tmp_path / "elsewhere" / "chosen"
+
+
+def test_arguments_do_not_decide_whether_a_run_can_go_on(tmp_path):
+    """Which `check` would call valid, and `run` refuse."""
+    narrow = config(tmp_path, "weights", train={"dtype": "bf16"}, optimizer={"weights": "bf16"})
+    fit(narrow, data=batches(), until=2)
+    wide = config(tmp_path, "weights")
+    assert decided_by_arguments(config(tmp_path, "new"), plan_run(wide, 1))
+    assert not decided_by_arguments(wide, plan_run(wide, 1))
+    with pytest.raises(ValueError, match="optimizer.weights='fp32'"):
+        validate(wide, 1)

@@ -120,6 +120,8 @@ def _on_devices(config: Config, devices: int | None) -> tuple[Config, int]:
     if devices is not None:
         nodes = max(1, devices // per_node)
     else:
+        if config.launch.device == "cpu":  # as `ranks_per_node`
+            per_node = config.launch.nproc or math.ceil(config.parallel.num_ranks / config.launch.nnodes)
         nodes = max(config.launch.nnodes, math.ceil(config.parallel.num_ranks / per_node))
         one_node = config.launch.nproc or max(gpus, config.parallel.num_ranks)
         devices = nodes * per_node if nodes > 1 else one_node

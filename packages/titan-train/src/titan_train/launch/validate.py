@@ -16,6 +16,7 @@ from titan_train.models.registry import find_model, names_shipped
 from titan_train.models.shape import ModelShape
 from titan_train.optim.schedule import check_schedule
 from titan_train.task import load_task, task_name
+from titan_train.trust import names_code
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,8 +63,11 @@ _OF_THE_MODULE = ("parallel", "context", "pipeline", "activations", "float8", "c
 def decided_by_arguments(config: Config, plan: "RunPlan") -> bool:
     """Whether a model's arguments decide all that `validate` refuses, and its memory: then no module has to be built.
 
-    So it is for a shipped decoder of text on one rank, as long as no setting names parts of it, cuts it or changes its layers.
+    So it is for a shipped decoder of text on one rank that begins anew, as long as no setting names parts of it, cuts it or changes
+    its layers.
     """
+    from titan_train.run_folder import newest_checkpoint, run_folder
+
     default, optimizer = Config(), config.optimizer
     muon = (optimizer.muon.groups, optimizer.muon.splits, optimizer.muon.heads)
     named = (optimizer.lr_scales, optimizer.weight_decays, optimizer.frozen_steps, config.train.freeze, *muon)
@@ -76,6 +80,7 @@ def decided_by_arguments(config: Config, plan: "RunPlan") -> bool:
         and not config.model.init
         and not config.model.args.get("mtp_depth")
         and not config.checkpoint.start_from
+        and newest_checkpoint(run_folder(config)) is None
         and config.model.parametrization == "standard"
         and not any(block.only_counted for block in _shipped_shape(config.model.name).blocks)
         and all(getattr(config, section) == getattr(default, section) for section in _OF_THE_MODULE)
@@ -110,7 +115,7 @@ def validate(config: Config, world_size: int) -> "nn.Module":
     Raises:
         ValueError: The model's arguments, the layout or the schedule cannot work.
     """
-    from titan_train.models import build_model
+    from titan_train.models import build_model, init_for
     from titan_train.optim import plan_groups
     from titan_train.parallel.check import check_model
     from titan_train.parallel.layout.run import plan_run
@@ -126,6 +131,8 @@ def validate(config: Config, world_size: int) -> "nn.Module":
     hold_weights(model, config.optimizer.weights)
     plan_groups(model, config.optimizer)
     check_model(config, plan.layout, plan.batch, model, task, vocab_size=task.vocab_size(config))
+    if names_code(config.model.name):
+        init_for(model)
     if config.optimizer.states == "int8" and plan.layout.spec.tp > 1:
         from titan_train.optim.compact_adamw import check_tensor_parallel_states  # imports torch's tensor parallelism
 

@@ -42,7 +42,15 @@ if TYPE_CHECKING:
         sync_run_folder,
         with_kept_model,
     )
-    from titan_train.run_folder.lease import LEASE, TAKEN_OVER, Lease, LeaseLostError, is_held, run_status
+    from titan_train.run_folder.lease import (
+        LEASE,
+        TAKEN_OVER,
+        Lease,
+        LeaseLostError,
+        is_held,
+        lease_of_program,
+        run_status,
+    )
     from titan_train.run_folder.place import check_run_folder, check_writable
     from titan_train.run_folder.record import record_return, take_effect
     from titan_train.run_folder.rewind import check_rewind, set_best_aside, stage_rewind, staged_rewind
@@ -66,6 +74,7 @@ __all__ = [
     "find_start",
     "is_held",
     "keep_model",
+    "lease_of_program",
     "newest_checkpoint",
     "pipeline_file",
     "read_config",

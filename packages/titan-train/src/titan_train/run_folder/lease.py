@@ -190,6 +190,17 @@ class Lease:
             self._on_lost(self._lost)
 
 
+def lease_of_program(run_dir: Path) -> Lease | None:
+    """The lease of a run that no command started; None if this process has it already.
+
+    Raises:
+        ValueError: As `Lease`.
+        OSError: As `Lease`.
+    """
+    owner = _read(run_dir / LEASE)
+    return None if owner is not None and owner.process == Process.of(os.getpid()) else Lease(run_dir)
+
+
 def is_held(run_dir: Path) -> bool:
     """Whether another process holds the run's lease and may live."""
     file = run_dir / LEASE

@@ -24,12 +24,20 @@ from titan_train.config import Config, ScheduleConfig
 from titan_train.config.published import RUN
 from titan_train.exchange import gather_values
 from titan_train.host_memory import keep_freed_memory
+from titan_train.launch.rank.device import device_index
 from titan_train.observe.run_info import versions
 from titan_train.run_folder import resolve_starts
 
 
 def set_up_process(config: Config) -> torch.device:
-    """Seed Python, numpy and torch, ask torch for deterministic kernels if wanted; where this rank computes."""
+    """Seed Python, numpy and torch, ask torch for deterministic kernels if wanted, select this rank's GPU if ``LOCAL_RANK`` says one.
+
+    Returns:
+        Where this rank computes: without ``LOCAL_RANK`` the GPU that is selected already.
+
+    Raises:
+        ValueError: As `device_index`.
+    """
     seed = config.run.seed
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -44,7 +52,12 @@ def set_up_process(config: Config) -> torch.device:
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     # torch's varlen_attn is looked up once, behind a cache that a compiled block calls too.
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`-wrapped function")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank = os.environ.get("LOCAL_RANK")
+    index = torch.cuda.current_device()
+    if local_rank is not None:
+        index = device_index(int(local_rank), torch.cuda.device_count())
+        torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def check_same_versions() -> None:
