@@ -118,6 +118,25 @@ def test_enough_ranks_are_waited_for_after_a_loss_and_not_at_the_start(tmp_path,
         supervisor.run()
 
 
+@pytest.mark.parametrize("waits_for", ["ranks", "room"])
+def test_a_stop_during_a_wait_is_no_failure(tmp_path, monkeypatch, waits_for):
+    launcher = Few(2, 0) if waits_for == "ranks" else Few(2)
+    supervisor, out = elastic(launcher, tmp_path, monkeypatch, 600.0)
+
+    def prepare(_attempt):
+        if waits_for == "room":
+            raise OSError(errno.ENOSPC, "No space left on device", "runs/a/staged")
+
+    def stop(_seconds):  # the person reads "or press Ctrl-C", and does
+        supervisor._requests.stops += "or press Ctrl-C" in out.getvalue()
+
+    monkeypatch.setattr(supervisor, "_on_attempt", prepare)
+    monkeypatch.setattr(supervisor, "_sleep", stop)
+    assert supervisor.run() == launcher.code == 0
+    assert out.getvalue().count("or press Ctrl-C") == 1
+    assert "error" not in out.getvalue()
+
+
 class Refused(NoRanks):
     """Places no ranks the first time."""
 

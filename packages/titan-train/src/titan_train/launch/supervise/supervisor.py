@@ -35,6 +35,10 @@ _RANKS_S = 600.0  # how long an elastic run waits for enough ranks after a loss
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
+class _StoppedError(Exception):
+    """The person asked to stop while the supervisor waited for ranks or for room on the disk."""
+
+
 @dataclass(frozen=True, slots=True)
 class Before:
     """What an earlier supervisor of the same command left behind when it was lost."""
@@ -144,6 +148,8 @@ class Supervisor:
             # Elastic, a node that went away after it was counted is counted again.
             ended = Ended(str(err), saved, progressed=False, users_mistake=not self._config.launch.elastic)
             return attempt, Outcome(ended, from_step=saved, to_step=saved, lost_at=time.monotonic())
+        except _StoppedError:
+            return attempt, Outcome(from_step=saved, to_step=saved)
         except OSError as err:
             ended = Ended(f"the ranks could not be started: {err}", saved, progressed=False)
             return attempt, Outcome(ended, from_step=saved, to_step=saved, lost_at=time.monotonic())
@@ -170,6 +176,7 @@ class Supervisor:
 
         Raises:
             ValueError: No layout fitted those that were there in ``wait_s`` seconds.
+            _StoppedError: A stop was asked for meanwhile.
         """
         if not self._config.launch.elastic:
             return self._config, self._full
@@ -179,8 +186,10 @@ class Supervisor:
             try:
                 config, size = fit_layout(self._config, self._launcher.capacity(), full=self._full, unit=self._unit)
             except ValueError as err:
-                if time.monotonic() >= deadline or self._requests.stops:
+                if time.monotonic() >= deadline:
                     raise
+                if self._requests.stops:
+                    raise _StoppedError from err
                 if not waiting:
                     self._journal.say(f"waiting  {str(err).partition(':')[0]}. Bring more back, or press Ctrl-C")
                 waiting = True
@@ -226,8 +235,10 @@ class Supervisor:
             try:
                 return action()
             except OSError as err:
-                if err.errno not in _FULL or time.monotonic() > deadline or self._requests.stops:
+                if err.errno not in _FULL or time.monotonic() > deadline:
                     raise
+                if self._requests.stops:
+                    raise _StoppedError from err
                 if not waiting:
                     self._journal.say(
                         f"waiting  {err.filename or self._run_dir}: {err.strerror}. Make room, or press Ctrl-C"
