@@ -141,14 +141,17 @@ import os, signal, sys, torch
 from titan_ckpt import Checkpointer, TrainState
 model = torch.nn.Linear(1024, 1024)
 torch.nn.init.constant_(model.weight, 5.0)
-ck = Checkpointer(sys.argv[1], async_=True)
-ck.save(1, TrainState(model=model, rng=False))
-os.kill(os.getpid(), signal.SIGKILL)
+ck = Checkpointer(sys.argv[1], async_=True, overlap=sys.argv[2] == "overlapped")
+job = ck.save(1, TrainState(model=model, rng=False))
+with ck.guard():
+    assert job.staged
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_an_accepted_step_is_committed_though_the_trainer_is_killed_at_once(tmp_path):
-    done = subprocess.run([sys.executable, "-c", TRAINER, str(tmp_path)], timeout=120, check=False)
+@pytest.mark.parametrize("how", ["staged-at-once", "overlapped"])
+def test_an_accepted_step_is_committed_though_the_trainer_is_killed_at_once(tmp_path, how):
+    done = subprocess.run([sys.executable, "-c", TRAINER, str(tmp_path), how], timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
     model = nn.Linear(1024, 1024)
     ck = Checkpointer(tmp_path)  # waits for the saver that lives on

@@ -49,7 +49,8 @@ class Checkpointer:
             disk, even if the trainer is killed. The next call raises the error of a failed save.
         on_busy: With ``async_``: "wait" for the previous save, or "skip" the new one.
         overlap: With ``async_``: copy in a thread while training continues. Weights must not change during the copy: put
-            the optimizer's step inside ``with ck.guard():``.
+            the optimizer's step inside ``with ck.guard():``. The step survives a killed trainer once its `SaveJob.staged`
+            is true, as it is after ``guard()``.
         compress: "auto" compresses optimizer state that shrinks by at least a tenth: float32 state by 17 %, bfloat16 by
             35 %. It pays if a writer gets less than about 1 GB/s. Weights stay plain safetensors.
         group: The ranks that save together, with a backend for CPU tensors; None for all ranks.

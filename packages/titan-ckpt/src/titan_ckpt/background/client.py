@@ -52,7 +52,7 @@ class SaveJob:
 
     @property
     def staged(self) -> bool:
-        """Whether the state is copied and may change."""
+        """Whether the state is copied and may change, and a saver process has it, which outlives a killed trainer."""
         return self._staged.is_set()
 
     @property
@@ -83,7 +83,7 @@ class SaveJob:
         self._done.set()
 
     def mark_staged(self) -> None:
-        """Say that the state is copied. Called by this package."""
+        """Say that the state is `staged`. Called by this package."""
         self._staged.set()
 
 
@@ -171,8 +171,8 @@ class BackgroundSaver:
         def carry(views: Sequence[Tensor], ready: Sequence[Any], copied: frozenset[int]) -> None:
             try:
                 self.stage(job, views, ready, copied)
-                result.mark_staged()
                 self.submit(job, result, savers)
+                result.mark_staged()
             except BaseException as err:
                 self._fail(job, result, err)
                 if not isinstance(err, Exception):
