@@ -1,6 +1,6 @@
 """What the supervisor prints for the user and writes to ``attempts.jsonl``; neither can end the run.
 
-A full disk, a file system that turned read-only or a closed terminal is reported and survived: lines that cannot be
+A full disk, a file system that turned read-only or a terminal that is gone is reported and survived: lines that cannot be
 written are kept in memory and written with the next ones.
 """
 
