@@ -44,7 +44,7 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> None:
     if not published or (given.kind, given.path) == (published["kind"], published["path"]):
         return
     if tokenizer is None and given.trains_here:
-        raise ValueError(_refusal(init, "the run trains a vocabulary of its own"))
+        raise ValueError(_refusal(config, "the run trains a vocabulary of its own"))
     own = build_tokenizer(given, config.data) if tokenizer is None else tokenizer
     if published["kind"] == "hf":
         bos, eos = (given.bos_token, given.eos_token) if given.kind == "hf" else ("", "")
@@ -53,7 +53,7 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> None:
         theirs = load_tokenizer(published["path"])
     found = difference(own, theirs, larger="vocab_size" in config.model.init_changes)
     if found:
-        raise ValueError(_refusal(init, found))
+        raise ValueError(_refusal(config, found))
 
 
 def _check_run(config: Config, saved: Path, tokenizer: Tokenizer | None) -> None:
@@ -64,7 +64,7 @@ def _check_run(config: Config, saved: Path, tokenizer: Tokenizer | None) -> None
         return
     own = build_tokenizer(given, config.data) if tokenizer is None else tokenizer
     if found := difference(own, load_tokenizer(saved)):
-        raise ValueError(_refusal(config.model.init, found))
+        raise ValueError(_refusal(config, found))
 
 
 def difference(own: Tokenizer, theirs: Tokenizer, *, larger: bool = False) -> str:
@@ -95,9 +95,10 @@ def difference(own: Tokenizer, theirs: Tokenizer, *, larger: bool = False) -> st
     return ""
 
 
-def _refusal(init: str, found: str) -> str:
+def _refusal(config: Config, found: str) -> str:
+    given = "tokenizer.path" if config.tokenizer.path else "tokenizer.kind"
     return (
-        f"model.init={init!r} and the tokenizer of the run do not belong together: {found}. The embeddings are those of the "
-        f"folder's ids. Leave tokenizer.path out, which takes the folder's tokenizer; or, to train new embeddings, write "
+        f"model.init={config.model.init!r} and the tokenizer of the run do not belong together: {found}. The embeddings are those "
+        f"of the folder's ids. Leave {given} out, which takes the folder's tokenizer; or, to train new embeddings, write "
         f"model.init_changes=[{TOKENIZER!r}]."
     )
