@@ -13,6 +13,7 @@ import pytest
 from titan_ckpt import KeyMap
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, registry
+from titan_train.models.arguments import model_args
 from titan_train.models.family import Family
 from titan_train.models.llama import LLAMA_FAMILY
 from titan_train.models.llama.args import LlamaArgs
@@ -36,6 +37,22 @@ def test_a_registered_family_can_be_configured_and_built() -> None:
     model = build_model(ModelConfig(name="mine_tiny", args={"num_layers": 2}), vocab_size=70)
     assert model.args == dataclasses.replace(TINY, num_layers=2, vocab_size=70)
     assert register_family(family()) == families()["mine"]  # the same family again is no conflict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowedArgs(LlamaArgs):
+    window: int | None = None
+    scale: float | None = None
+
+
+def test_arguments_that_may_be_none_can_be_set() -> None:
+    own = WindowedArgs(**dataclasses.asdict(TINY))
+    register_family(family(args=WindowedArgs, configs={"mine_windowed": own}))
+    args = model_args(ModelConfig(name="mine_windowed", args={"window": 128, "scale": 2}), vocab_size=None)
+    assert args == dataclasses.replace(own, window=128, scale=2.0)
+    assert isinstance(args.scale, float)
+    with pytest.raises(ValueError, match=r"model\.args\.window='a' must be of type int, not of type str"):
+        model_args(ModelConfig(name="mine_windowed", args={"window": "a"}), vocab_size=None)
 
 
 def test_names_that_are_taken_are_refused() -> None:

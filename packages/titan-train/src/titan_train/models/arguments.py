@@ -1,6 +1,7 @@
 """The arguments of a shipped model with a configuration's changes, each checked. No torch: the planner uses it."""
 
 import dataclasses
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
@@ -85,22 +86,23 @@ def model_args(config: ModelChoice, *, vocab_size: int | None) -> Any:
 
 def _override(shipped: _Args, config: ModelChoice, vocab_size: int | None) -> _Args:
     """The shipped arguments with the configuration's changes, each checked for name and type."""
-    types = typing.get_type_hints(type(shipped))
+    hints = typing.get_type_hints(type(shipped))
     changes: dict[str, Any] = {} if vocab_size is None else {"vocab_size": vocab_size}
     for key, value in config.args.items():
-        if key not in types:
+        if key not in hints:
             raise ValueError(
-                f"model.args.{key}={value!r}: {config.name} has no such argument. {did_you_mean(key, types)}"
-                f"It takes {', '.join(types)}."
+                f"model.args.{key}={value!r}: {config.name} has no such argument. {did_you_mean(key, hints)}"
+                f"It takes {', '.join(hints)}."
             )
-        wanted = str if typing.get_origin(types[key]) is typing.Literal else types[key]
-        if wanted is float and type(value) is int:
+        wanted = _kinds(hints[key])
+        if float in wanted and int not in wanted and type(value) is int:
             value = float(value)
-        if not _fits(value, wanted):
+        if not any(_fits(value, kind) for kind in wanted):
             current = getattr(shipped, key)
-            others = " of others" if type(value) is tuple is typing.get_origin(wanted) else ""
+            others = " of others" if type(value) is tuple and tuple in map(typing.get_origin, wanted) else ""
+            named = " or ".join(map(_type_name, wanted))
             raise ValueError(
-                f"model.args.{key}={_shown(value)} must be {_type_name(wanted)}, not {_type_name(type(value))}{others}; "
+                f"model.args.{key}={_shown(value)} must be {named}, not {_type_name(type(value))}{others}; "
                 f"{config.name} has {_shown(current)}."
             )
         changes[key] = value
@@ -111,6 +113,13 @@ def _override(shipped: _Args, config: ModelChoice, vocab_size: int | None) -> _A
         )
     _check_sizes(changes)
     return dataclasses.replace(typing.cast("Any", shipped), **changes)
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The types that a value of this annotation may have; none is that of None, which a configuration cannot write."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [kind for member in typing.get_args(hint) if member is not type(None) for kind in _kinds(member)]
+    return [str if typing.get_origin(hint) is typing.Literal else hint]
 
 
 def _fits(value: Any, wanted: Any) -> bool:
