@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from titan_ckpt import Checkpointer, CheckpointError, Manifest, Process, TrainState
+from titan_ckpt.background import rendezvous
 from titan_ckpt.save import write
-from titan_ckpt.steps import claim, commit, leftovers
+from titan_ckpt.save.job import SaveLayout, WriteJob
+from titan_ckpt.steps import claim, commit, leftovers, listing
 from titan_ckpt.steps.claim import LOCK_NAME, release_root, take_root
 from titan_ckpt.storage import files
 from torch import nn
@@ -279,6 +281,32 @@ def test_a_disk_error_at_any_write_is_raised_and_leaves_the_previous_step(tmp_pa
     assert value(tmp_path) == (1, 1.0)
     ck.save(2, make_state(2))
     assert value(tmp_path) == (2, 2.0)
+
+
+@pytest.mark.parametrize("failing", ["root", "step-00000002", ".owner.json"])
+def test_a_disk_that_does_not_answer_is_no_missing_step_also_where_pathlib_says_so(tmp_path, monkeypatch, failing):
+    root, real = tmp_path / "root", os.stat
+    for step in (1, 2):
+        Checkpointer(root).save(step, make_state(step))
+    folder, save_id = commit.begin_save(root, 3, Process.of(os.getpid()))
+    job = WriteJob(folder, 3, save_id, 0, 1, SaveLayout(()), (), None)
+
+    def stat(path, *args, **options):
+        if not isinstance(path, int) and Path(path).name == failing:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "is_dir", os.path.isdir)  # from Python 3.14 on
+    monkeypatch.setattr(Path, "exists", os.path.exists)
+    monkeypatch.setattr(os, "stat", stat)
+    if failing == ".owner.json":
+        with pytest.raises(OSError, match="Input/output error"):
+            rendezvous.in_place(job)
+        return
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        Checkpointer(root).restore(make_state(0))
+    with pytest.raises(OSError, match="Input/output error"):
+        listing.is_gone(root / failing if failing != "root" else root)
 
 
 def test_every_file_reaches_the_disk_before_the_rename_that_commits_it(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from titan_ckpt.interop.key_map import load_key_map
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.steps import commit, leftovers, listing
 from titan_ckpt.steps.retention import Retention
-from titan_ckpt.storage.paths import StorePath, as_path
+from titan_ckpt.storage.paths import StorePath, as_path, is_folder, is_there
 from titan_ckpt.terminal import ByteProgress, clean_output, printable
 
 _NAMES_HELP = "key map of the model's family: an installed one or a JSON file (default: keep the names)"
@@ -165,7 +165,7 @@ def _import(args: argparse.Namespace, pattern: str, run: Callable[..., StorePath
     """Import a folder as a step."""
     root: StorePath = args.root
     _existing(args.folder)
-    present = dict(listing.step_folders(root)) if root.is_dir() else {}
+    present = dict(listing.step_folders(root)) if is_folder(root) else {}
     if args.step in present and not args.force:
         raise ValueError(
             f"step {args.step} exists: {present[args.step]}. Choose another number with --step, or pass --force to "
@@ -345,19 +345,19 @@ def _steps_below(root: StorePath) -> list[tuple[int, StorePath]]:
 def _looks_like_a_step(path: StorePath) -> bool:
     """True also for a step without its manifest: that is damage, not a wrong argument."""
     _existing(path)
-    return (path / MANIFEST_NAME).exists() or parse_step_name(path.name) is not None
+    return is_there(path / MANIFEST_NAME) or parse_step_name(path.name) is not None
 
 
 def _existing(path: StorePath) -> None:
-    if path.is_dir():
+    if is_folder(path):
         return
-    if path.exists():
+    if is_there(path):
         raise ValueError(f"{path} is a file. Give the folder.")
     raise ValueError(f"{path} does not exist." + _neighbours(path.parent))
 
 
 def _neighbours(parent: StorePath) -> str:
-    steps = [folder.name for _, folder in listing.step_folders(parent)] if parent.is_dir() else []
+    steps = [folder.name for _, folder in listing.step_folders(parent)] if is_folder(parent) else []
     return f" The steps in {parent} are {', '.join(steps[-6:])}." if steps else ""
 
 

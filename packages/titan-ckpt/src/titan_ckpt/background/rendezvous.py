@@ -26,7 +26,7 @@ from titan_ckpt.format.names import step_name
 from titan_ckpt.save.job import WriteJob
 from titan_ckpt.steps import claim, commit, listing
 from titan_ckpt.steps.claim import Process
-from titan_ckpt.storage.paths import StorePath, renames
+from titan_ckpt.storage.paths import StorePath, is_there, renames
 
 # How often a saver polls a file system, or a store, where each poll is a request. It polls less often over time.
 _POLL_S = 0.01
@@ -128,7 +128,7 @@ def await_report(job: WriteJob, rank: int, saver: Process, patience: Patience) -
     path, began = job.folder / _report_name(rank), time.monotonic()
     while True:
         alive = saver.alive  # before the look: a saver may report and end in between
-        if path.exists():
+        if is_there(path):
             return [FileRecord.from_json(record) for record in json.loads(path.read_bytes())]
         note = _read_note(job, rank)
         if "error" in note:
@@ -173,7 +173,7 @@ def _outcome(job: WriteJob) -> StorePath:
 
 def in_place(job: WriteJob) -> bool:
     """Whether the unfinished step is still there."""
-    return (job.folder / claim.OWNER_NAME).exists()
+    return is_there(job.folder / claim.OWNER_NAME)
 
 
 def _write_note(job: WriteJob, value: dict[str, Any], *, make: bool) -> None:

@@ -13,7 +13,7 @@ from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.steps.claim import drop_dead_claim, owner_alive, owner_of
 from titan_ckpt.steps.commit import TRASH, discard
 from titan_ckpt.steps.listing import all_revisions, folders_below, is_unfinished, newest_revisions, unfinished
-from titan_ckpt.storage.paths import StorePath, renames
+from titan_ckpt.storage.paths import StorePath, is_folder, renames
 
 SERVER = "titan_ckpt.background.server"
 """The module that a saver process runs."""
@@ -47,7 +47,7 @@ def find_leftovers(root: StorePath) -> list[StorePath]:
 def is_leftover(path: StorePath) -> bool:
     """Whether a folder is left from a crashed save or deletion. Replaced revisions are not looked for."""
     if renames(path) and TRASH.fullmatch(path.name):
-        return path.is_dir()
+        return is_folder(path)
     # In a store, its writer may have committed it and removed its own name between the two looks: a third one shows that.
     return is_unfinished(path) and not owner_alive(path) and (renames(path) or is_unfinished(path))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from titan_ckpt.errors import DamageError
 from titan_ckpt.format.manifest import CommitRecord, Manifest
 from titan_ckpt.format.names import MANIFEST_NAME, parse_step_name
-from titan_ckpt.storage.paths import StorePath, renames
+from titan_ckpt.storage.paths import StorePath, is_folder, is_there, renames
 
 # How often a listing is repeated if other processes change it.
 _LISTINGS = 20
@@ -83,14 +83,14 @@ def step_folder(root: StorePath, step: int) -> StorePath | None:
 
 def is_gone(path: StorePath) -> bool:
     """Whether a listed step was deleted or replaced since. Apparent damage is then none: list the steps again."""
-    return not (path if renames(path) else path / MANIFEST_NAME).exists()
+    return not is_there(path if renames(path) else path / MANIFEST_NAME)
 
 
 def is_unfinished(path: StorePath) -> bool:
     """Whether a folder belongs to a save that is not committed."""
     if renames(path):
-        return _UNFINISHED.fullmatch(path.name) is not None and path.is_dir()
-    return parse_step_name(path.name) is not None and path.is_dir() and not (path / MANIFEST_NAME).exists()
+        return _UNFINISHED.fullmatch(path.name) is not None and is_folder(path)
+    return parse_step_name(path.name) is not None and is_folder(path) and not is_there(path / MANIFEST_NAME)
 
 
 def unfinished(root: StorePath) -> list[StorePath]:
@@ -111,7 +111,7 @@ def revisions_of(root: StorePath, step: int) -> list[StorePath]:
     """The committed revisions of a step, oldest first."""
     numbered = [(parsed, path) for path in _step_paths(root) if (parsed := parse_step_name(path.name))]
     mine = [(parsed[1], path) for parsed, path in numbered if parsed[0] == step]
-    return [path for _, path in sorted(mine, key=lambda item: item[0]) if path.is_dir() and not is_unfinished(path)]
+    return [path for _, path in sorted(mine, key=lambda item: item[0]) if is_folder(path) and not is_unfinished(path)]
 
 
 def next_revision(root: StorePath, step: int) -> int:
@@ -152,17 +152,17 @@ def settled_revisions(root: StorePath) -> list[Revision]:
 
 
 def folders_below(root: StorePath) -> list[StorePath]:
-    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return [path for path in root.iterdir() if is_folder(path)] if is_folder(root) else []
 
 
 def _step_paths(root: StorePath) -> list[StorePath]:
-    return [path for path in root.iterdir() if parse_step_name(path.name)] if root.is_dir() else []
+    return [path for path in root.iterdir() if parse_step_name(path.name)] if is_folder(root) else []
 
 
 def _look(path: StorePath) -> Revision | None:
     """The revision in a folder; None if it is not a committed step."""
     parsed = parse_step_name(path.name)
-    if parsed is None or not path.is_dir() or is_unfinished(path):
+    if parsed is None or not is_folder(path) or is_unfinished(path):
         return None
     record = None
     with contextlib.suppress(DamageError, ValueError):  # to open the step gives the reason

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import posixpath
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,30 @@ from typing import Any
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """The errors that prove that a file does not exist. Other errors prove nothing."""
+
+
+def is_there(path: "StorePath") -> bool:
+    """Whether a file or folder exists. pathlib's ``exists`` is also False, from Python 3.14 on, if the storage does not answer.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    return path.exists() if isinstance(path, RemotePath) else _mode(path) is not None
+
+
+def is_folder(path: "StorePath") -> bool:
+    """Whether a folder exists; as `is_there`."""
+    return path.is_dir() if isinstance(path, RemotePath) else stat.S_ISDIR(_mode(path) or 0)
+
+
+def _mode(path: Path) -> int | None:
+    """A file's kind and permissions; None only if it does not exist."""
+    try:
+        return path.stat().st_mode
+    except OSError as err:
+        if isinstance(err, ABSENT) or err.errno == errno.ELOOP:  # a link that leads to itself
+            return None
+        raise
 
 
 def unanswered(path: object, err: OSError) -> OSError:
