@@ -6,7 +6,8 @@ import pytest
 import torch
 from titan_fsdp import materialize
 from titan_train.config.model import ModelConfig
-from titan_train.models import build_model, init_for
+from titan_train.models import MoE, MoEArgs, build_model, init_for
+from titan_train.models.common.blocks import SwiGLU
 from torch import Tensor, nn
 
 
@@ -137,6 +138,23 @@ def test_a_parameter_that_nobody_can_fill_is_named() -> None:
 
     with pytest.raises(ValueError, match=r"Own does not say how.*'scale'.*init_weights\(fqn, tensor, generator\)"):
         init_for(Own(3))
+
+
+def test_a_mixture_of_experts_in_an_own_model_is_filled() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            args = MoEArgs(dim=16, num_experts=4, experts_per_token=2, expert_ffn_dim=32, num_shared_experts=1)
+            self.moe = MoE(args, SwiGLU(16, 32))
+            self.head = nn.Linear(16, 50)
+
+    with torch.device("meta"):
+        model = Own()
+    filled = fill(model)
+    assert all(value.isfinite().all() for value in filled.values())
+    for name in ("moe.experts.w1", "moe.experts.w2", "moe.experts.w3", "moe.router.gate.weight"):
+        # the deviation of n normal numbers is off by 1 / sqrt(2 n) relative; five of those
+        assert float(filled[name].std()) == pytest.approx(0.02, rel=5 / math.sqrt(2 * filled[name].numel())), name
 
 
 def test_a_model_whose_init_weights_takes_no_arguments_is_filled_by_its_other_methods() -> None:

@@ -53,6 +53,14 @@ class Plain(nn.Module):
         return self.unembed(self.final(x))
 
 
+class Unfilled(Plain):
+    """Nothing says how one of its parameters starts."""
+
+    def __init__(self, vocab_size, **others):
+        super().__init__(vocab_size, **others)
+        self.scale = nn.Parameter(torch.ones(32))
+
+
 class Functional(Plain):
     """Reads the weight of a part of it outside of that part's forward, or before it."""
 

@@ -10,6 +10,7 @@ from own_models import PLAIN_TABLE, Staged, Unnamed
 from titan_testing import run_ranks
 from titan_train import use_code
 from titan_train.config import parse_config
+from titan_train.launch.validate import validate
 from titan_train.models import build_model
 from titan_train.parallel.layout.degrees import build_layout
 from titan_train.parallel.outside_reads import check_reads
@@ -191,6 +192,13 @@ def test_a_users_model_whose_ends_are_not_known_is_not_cut_into_stages():
     check_can_be_cut(Staged(8))
     with pytest.raises(ValueError, match="first_stage_parts"):
         check_can_be_cut(Unnamed(8))
+
+
+def test_a_parameter_that_nothing_fills_is_refused_before_ranks_start(folder):
+    use_code([str(Path(__file__).parent)])
+    tree = composition.tree(folder, "unfilled", sections({"vocab_size": 260}, name="Unfilled"))
+    with pytest.raises(ValueError, match=r"Unfilled does not say how its weights start: .*'scale'"):
+        validate(parse_config(tree), 1)
 
 
 def warnings_of(folder, tree):

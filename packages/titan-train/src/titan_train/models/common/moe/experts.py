@@ -92,6 +92,8 @@ class Experts(nn.Module):
     """What computes the gated product instead of `swiglu`."""
     limit: float | None = None
     """The largest value that goes into SiLU, and the largest magnitude of what it is multiplied by; None: any."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights, where the model does not fill them itself."""
 
     def __init__(self, num_experts: int, dim: int, ffn_dim: int) -> None:
         """Build the stacks, each expert's matrices laid out as `torch.nn.Linear` has them."""
@@ -99,9 +101,13 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
-        for weight in (self.w1, self.w2, self.w3):
-            nn.init.normal_(weight, std=0.02)
         self.grouped_mm: nn.Module = GroupedMM()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw initial weights."""
+        for weight in (self.w1, self.w2, self.w3):
+            nn.init.normal_(weight, std=self.init_std)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Apply each expert to its rows.

@@ -30,11 +30,6 @@ class RoutedExperts(Experts):
         self.init_std = init_std
         self.dispatch: nn.Module = LocalDispatch()
 
-    def reset_parameters(self) -> None:
-        """Draw initial weights."""
-        for weight in (self.w1, self.w2, self.w3):
-            nn.init.normal_(weight, std=self.init_std)
-
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Apply each token's experts.
 

@@ -44,6 +44,10 @@ class Gate(nn.Module):
         """Build the weight ``[E, d]``."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weight, where the model does not fill it itself."""
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
