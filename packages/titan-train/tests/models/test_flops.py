@@ -3,7 +3,15 @@
 import pytest
 import torch
 from titan_train.config.model import ModelConfig
-from titan_train.models import CausalAttention, build_model, count_active_parameters, count_parameters, flops_per_token
+from titan_train.models import (
+    CausalAttention,
+    MoE,
+    MoEArgs,
+    build_model,
+    count_active_parameters,
+    count_parameters,
+    flops_per_token,
+)
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -64,3 +72,23 @@ def test_an_own_module_gets_six_flops_a_parameter() -> None:
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
     assert flops_per_token(model, 128) == 6 * (8 * 50 + 50)
     assert count_parameters(model) == 2 * 8 * 50 + 50
+
+
+def test_what_a_block_states_takes_the_place_of_what_would_be_counted_inside() -> None:
+    class Stating(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.proj = inner, nn.Linear(8, 8)
+
+        def flops_per_token(self, seq_len: int) -> float:
+            return 1000.0 * seq_len
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            args = MoEArgs(dim=8, num_experts=4, experts_per_token=1, expert_ffn_dim=16)
+            self.attention, self.moe = CausalAttention(2, 2, 4), MoE(args)
+
+    block = Stating(Stating(Attending()))
+    model = nn.Sequential(nn.Embedding(50, 8), block, block, Stating(Attending()), nn.Linear(8, 50))
+    assert flops_per_token(model, 128) == 6 * (8 * 50 + 50) + 2 * 1000 * 128

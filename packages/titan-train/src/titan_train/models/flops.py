@@ -9,6 +9,8 @@ accordingly a layer with a sliding window of w tokens counts 2 w of them, at mos
 Recomputation (activation checkpointing) is never counted: these are FLOPs of the model, not of the hardware.
 """
 
+from collections.abc import Collection
+
 from titan_fsdp import unwrap
 from torch import nn
 
@@ -26,14 +28,15 @@ def count_parameters(model: nn.Module) -> int:
 
 def count_active_parameters(model: nn.Module) -> int:
     """Parameters that one token meets: all but the routed experts that it does not go to. For the whole model."""
-    return count_parameters(model) - _idle_parameters(model)
+    return count_parameters(model) - _idle_parameters(model, list(model.modules()))
 
 
 def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> float:
     """Model FLOPs of forward and backward, per token.
 
     A user's own module gets 6 N for its matrices, and the term of each `CausalAttention` and `DeltaRule` in it; attention
-    of another kind is not seen, so its MFU reads slightly low.
+    of another kind is not seen, so its MFU reads slightly low. What a model or a block inside it states by its own method
+    ``flops_per_token`` is taken instead, the outermost one's; a block with several names counts once, as its parameters do.
 
     Args:
         model: The whole model, on any device, the meta device too, with any wrappers.
@@ -42,29 +45,50 @@ def flops_per_token(model: nn.Module, seq_len: int, *, causal: bool = False) -> 
     """
     model = unwrap(model)
     own = traits_of(model).flops_per_token
-    if own is not None:  # a model or a block that knows better
+    if own is not None:
         return float(own(seq_len))
-    used = {id(p): p.numel() for p in model.parameters()}
-    looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    others = (m for m in model.modules() if not isinstance(m, nn.Embedding))
+    rest, stated = _by_statement(model, seq_len)
+    used = {id(p): p.numel() for m in rest for p in m.parameters(recurse=False)}
+    looked_up = {id(m.weight) for m in rest if isinstance(m, nn.Embedding)}
+    others = (m for m in rest if not isinstance(m, nn.Embedding))
     multiplied = {id(p) for m in others for p in m.parameters(recurse=False)}
     matrices = sum(count for key, count in used.items() if key not in looked_up or key in multiplied)
-    matrices -= _idle_parameters(model)
+    matrices -= _idle_parameters(model, rest)
     if (ahead := mtp_of(model)) is not None:  # each module has a pass through the head
         head = model.get_submodule(str(traits_of(model).loss_head))
         matrices += len(ahead) * sum(p.numel() for p in head.parameters())
     # the width of a key for the scores, the width of a value for their use
-    inners = [m for m in model.modules() if isinstance(m, CausalAttention)]
+    inners = [m for m in rest if isinstance(m, CausalAttention)]
     seen = [min(seq_len, 2 * m.window) if m.window else seq_len for m in inners]
     attention = sum(m.num_heads * (m.head_dim + m.value_dim) * n for m, n in zip(inners, seen, strict=True))
-    states = sum(m.flops_per_token for m in model.modules() if isinstance(m, DeltaRule))
-    return 6.0 * matrices + (3.0 if causal else 6.0) * attention + states
+    states = sum(m.flops_per_token for m in rest if isinstance(m, DeltaRule))
+    return 6.0 * matrices + (3.0 if causal else 6.0) * attention + states + stated
 
 
-def _idle_parameters(model: nn.Module) -> int:
-    """Parameters of routed experts that a token does not go to."""
-    idle = 0
+def _by_statement(model: nn.Module, seq_len: int) -> tuple[list[nn.Module], float]:
+    """The modules outside of those that state their FLOPs, and the sum of what the outermost of these state."""
+    rest: list[nn.Module] = []
+    stated, seen, ahead = 0.0, set[int](), [model]
+    while ahead:
+        module = ahead.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        own = traits_of(module).flops_per_token
+        if own is None:
+            rest.append(module)
+            ahead += reversed(list(module.children()))
+        else:
+            stated += float(own(seq_len))
+    return rest, stated
+
+
+def _idle_parameters(model: nn.Module, among: Collection[nn.Module]) -> int:
+    """Parameters of routed experts that a token does not go to, of the experts among these modules."""
+    idle, known = 0, set(map(id, among))
     for stack in expert_stacks(model):
+        if id(stack.experts) not in known:
+            continue
         of_one = sum(p.numel() for p in stack.experts.parameters()) // stack.num_experts
         idle += of_one * (stack.num_experts - stack.experts_per_token)
     return idle
