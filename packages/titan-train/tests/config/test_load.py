@@ -58,6 +58,10 @@ MALFORMED = {
     "unknown section": ("[trian]\nsteps = 1\n", ["trian", "did you mean train?"]),
     "unknown key": ("[train]\nstep = 1\n", ["train.step", "did you mean train.steps?"]),
     "a key of another trainer": ("learning_rate = 3e-4\n", ["learning_rate", "here it is optimizer.lr."]),
+    "a key of another trainer that is a section here": (
+        'compile = true\noptimizer = "adamw"\n',
+        ["not a boolean; here it is compile.enabled.", "not a string; here it is optimizer.name."],
+    ),
     "a section of another trainer": (
         "[training]\nlocal_batch_size = 4\nsteps = 9\n",
         ["training.local_batch_size", "here it is train.microbatch", "training.steps", "here it is train.steps."],

@@ -126,7 +126,9 @@ def _reason(item: Any) -> str:
             reason += "; write it without quotes"
         elif kind.startswith("int") and isinstance(given, float):
             reason += f"; the nearest is {round(given)}" if abs(given) < 2**63 else ""
-        return reason + "."
+        section = str(item["loc"][0]) if kind == "dataclass_type" and len(item["loc"]) == 1 else ""
+        elsewhere = here_it_is(section)  # another trainer's setting has the name of a section here
+        return f"{reason}; {elsewhere}" if elsewhere else f"{reason}."
     if kind == "missing":
         return "is required and missing."
     return item["msg"][0].lower() + item["msg"][1:] + "."
