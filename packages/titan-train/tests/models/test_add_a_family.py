@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def export(site: Path, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     import transformers
     from titan_ckpt import Checkpointer, TrainState, export_hf
     from titan_train.config.model import ModelConfig
+    from titan_train.config.published import with_published
     from titan_train.models import build_model
     from titan_train.models.registry import family_of
 
@@ -112,6 +114,10 @@ def export(site: Path, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     config = hf.config_of(model.args)
     export_hf(step, folder / "hf", names=hf.key_map, config=config)
     assert hf.args_from(json.loads((folder / "hf" / "config.json").read_text())) == model.args
+    other = replace(model.args, rope_theta=5e5)
+    assert hf.args_from({key: value for key, value in hf.config_of(other).items() if key != "rope_theta"}) == other
+    tree, _ = with_published({"model": {"init": f"hf:{folder / 'hf'}"}})
+    assert tree["model"] == {"init": f"hf:{folder / 'hf'}", "name": "cohere_debug", "args": {}}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     assert type(theirs).__name__ == "CohereForCausalLM"
     tokens = torch.randint(512, (2, 40))
