@@ -11,7 +11,9 @@ import pytest
 import torch
 from exported_runs import trained
 from titan_train.cli import main
+from titan_train.config import load_config
 from titan_train.generation import generate, load_run
+from titan_train.models.arguments import model_args
 
 ROOT = Path(__file__).parents[4]
 GUIDE = ROOT / "docs" / "guides" / "export.md"
@@ -56,6 +58,14 @@ def test_every_target_of_the_guide_continues_the_prompt_alike(
     for target in targets.split(","):
         parity = json.loads((tmp_path / "quickstart-model" / target / "parity.json").read_text())
         assert [check["passed"] for check in parity["checks"]] == [True] * 4
+
+
+def test_the_cpp_example_s_command_has_the_shape_of_the_quick_start_s_caches() -> None:
+    command = re.search(r"generate \S+/model\.pt2 (.*)", (ROOT / "examples" / "12_aoti_cpp" / "README.md").read_text())
+    assert command is not None
+    args = model_args(load_config("quickstart").model, vocab_size=None)
+    width = args.dim // args.num_heads
+    assert [int(word) for word in command[1].split()][:4] == [args.num_layers, args.num_kv_heads, width, width]
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ class Traits:
     head_counts: Sequence[tuple[Any, str]] = ()
     """Of a module with projections: (object, attribute) of what else counts heads, which tensor parallelism divides."""
     pipeline_layers: str | Sequence[str] = "layers"
-    """Where the repeated blocks are, for pipeline parallelism: one container, or several in order."""
+    """Where the repeated blocks are, for pipeline parallelism: one container, or several in order; others than `layers` need
+    `take_stage`."""
     first_stage_parts: Sequence[str] = ("tok_embeddings", "pos_embeddings")
     """Modules that only the first pipeline stage holds; they are None in the others."""
     last_stage_parts: Sequence[str] = ("norm", "lm_head")
