@@ -281,6 +281,11 @@ def _launcher(config: Config, per_node: int, outlives: Path | None) -> Launcher:
 
 
 def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
+    if config.launch.faults:
+        raise ValueError(
+            f"launch.faults={config.launch.faults!r} does nothing under a torchrun of yours: only ranks that this command starts "
+            "inject faults. Leave it out, or start the run without torchrun."
+        )
     ranks = ranks_from_torchrun(config.launch)
     check_meeting_place()
     check_start(config, ranks.world_size)
@@ -297,7 +302,10 @@ def _be_a_torchrun_worker(config: Config, source: CodeRecord | None) -> int:
         clear_failures(run.run_dir)
         attempts_before = _attempts(run.run_dir)
         info = _stage(run, ranks.device_type, ranks.world_size)
-        code = torchrun_worker(config, ranks, run.run_dir)
+        try:
+            code = torchrun_worker(config, ranks, run.run_dir)
+        finally:
+            discard(run.run_dir)
         return _finish(run, info, code, attempts_before)
 
 

@@ -63,8 +63,11 @@ _OF_THE_MODULE = ("parallel", "context", "pipeline", "activations", "float8", "c
 def decided_by_arguments(config: Config, plan: "RunPlan") -> bool:
     """Whether a model's arguments decide all that `validate` refuses, and its memory: then no module has to be built.
 
-    So it is for a shipped decoder of text on one rank, as long as no setting names parts of it, cuts it or changes its layers.
+    So it is for a shipped decoder of text on one rank, in a run without checkpoints, as long as no setting names parts of it, cuts
+    it or changes its layers.
     """
+    from titan_train.run_folder import newest_checkpoint, run_folder
+
     default, optimizer = Config(), config.optimizer
     muon = (optimizer.muon.groups, optimizer.muon.splits, optimizer.muon.heads)
     named = (optimizer.lr_scales, optimizer.weight_decays, optimizer.frozen_steps, config.train.freeze, *muon)
@@ -77,6 +80,7 @@ def decided_by_arguments(config: Config, plan: "RunPlan") -> bool:
         and not config.model.init
         and not config.model.args.get("mtp_depth")
         and not config.checkpoint.start_from
+        and newest_checkpoint(run_folder(config)) is None
         and config.model.parametrization == "standard"
         and not any(block.only_counted for block in _shipped_shape(config.model.name).blocks)
         and all(getattr(config, section) == getattr(default, section) for section in _OF_THE_MODULE)
