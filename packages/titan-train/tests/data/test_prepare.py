@@ -14,6 +14,7 @@ from titan_train.data import DataLoader, build_datasets, build_tokenizer, open_d
 from titan_train.data.shards.manifest import read_manifest
 from titan_train.data.sources.document import is_held_out
 from titan_train.data.sources.documents import list_files
+from titan_train.data.sources.texts import training_texts
 from titan_train.tokenizers import ByteTokenizer
 
 # A tokenizer that dies, with no chance to clean up, at its 40th document.
@@ -270,6 +271,22 @@ def test_folders_globs_and_exclusions_choose_files(tmp_path, tokenizer):
         texts(paths=(root,), exclude=("*",))
 
 
+def test_files_of_a_folder_that_are_no_text_by_their_names_are_told_once(tmp_path, caplog):
+    for name in ("a.md", "b.tex", "sub/c.tex.gz", "d.bib", "Makefile", ".git/e.tex", "download.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    source = SourceConfig(name="papers", kind="text", paths=(str(tmp_path),), exclude=("*.bib",))
+    for _ in range(2):
+        assert [file.name for file in list_files(source)] == ["a.md"]
+    (said,) = caplog.messages
+    assert "3 files of" in said
+    assert ": .tex 2, no suffix 1. To read" in said
+    caplog.clear()
+    (found,) = list_files(SourceConfig(name="papers", kind="text", paths=(f"{tmp_path}/*.tex",)))
+    assert found.path.name == "b.tex"
+    assert not caplog.messages
+
+
 def test_linked_folders_and_suffixes_in_capitals_are_read_and_folders_that_cannot_be_read_are_named(
     tmp_path, tokenizer, monkeypatch
 ):
@@ -328,6 +345,20 @@ def test_streamed_windows_are_the_prepared_tokens_in_file_order(tmp_path, write_
     assert len(windows) == (run.size - 1) // 32
     for number, window in enumerate(windows):
         assert np.array_equal(window, run[number * 32 : number * 32 + 33])
+
+
+def test_no_more_text_is_given_than_asked_for(tmp_path):
+    texts = [f"{number} é " * 100 for number in range(40)]
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode())
+    )
+    sources = (SourceConfig(name="a", kind="jsonl", paths=(str(tmp_path / "a.jsonl.gz"),)),)
+    config = DataConfig(sources=sources, validation_fraction=0.0)
+    total = sum(len(text.encode()) for text in texts)
+    for most in (None, total + 1, total):
+        assert [*training_texts(sources, config, max_bytes=most)] == texts
+    given = [*training_texts(sources, config, max_bytes=1003)]  # more than by its size the file has
+    assert given == [*texts[:2], texts[2][:2]]  # half of a letter is left out
 
 
 def test_standard_library_trains_a_tokenizer_and_gives_batches(tmp_path):

@@ -172,6 +172,24 @@ def test_a_change_of_the_file_that_is_being_read_is_refused(tmp_path, steps):
         batches(dataset_of(source_of(folder), tmp_path / "b"), 1, state=state)
 
 
+def test_in_a_later_pass_a_change_of_a_file_that_the_pass_before_read_is_refused(tmp_path):
+    folder = write_files(tmp_path / "text")
+    steps = whole_stream(folder).size // (SEQ * 4) + 3  # into the second pass
+    _, state = batches(dataset_of(source_of(folder), tmp_path / "a"), steps)
+    cursor = state["streams"]["web"][1]
+    assert (cursor["epoch"], cursor["file"], cursor["earlier"][0]) == (1, "0.jsonl", 3)
+    (folder / "9.jsonl").write_text(json.dumps({"text": "later " * 50}) + "\n")
+    rest, _ = batches(dataset_of(source_of(folder), tmp_path / "b"), 4, state=state)
+    kept, later = batches(dataset_of(source_of(folder), tmp_path / "a"), 4, state=state)
+    assert np.array_equal(rest, kept)
+    assert later["streams"]["web"][1]["earlier"] == cursor["earlier"]  # this pass has not read the new one yet
+    (folder / "2.jsonl").unlink()
+    with pytest.raises(ValueError, match="has read 3 files in the pass before"):
+        batches(dataset_of(source_of(folder), tmp_path / "c"), 1, state=state)
+    del cursor["earlier"]  # as earlier releases saved it
+    batches(dataset_of(source_of(folder), tmp_path / "d"), 1, state=state)
+
+
 def test_a_stream_whose_files_or_key_changed_goes_on_if_that_is_allowed(tmp_path, caplog):
     folder = tmp_path / "text"
     folder.mkdir()
@@ -379,6 +397,15 @@ def test_passes_are_limited_if_asked_and_nothing_before_the_limit_is_lost(tmp_pa
         dataset.rows(np.arange(blocks * WINDOW))
         with pytest.raises(ValueError, match="has been read 1 times"):
             dataset.rows([blocks * WINDOW])
+
+
+def test_a_run_that_ends_within_a_block_beyond_the_limit_is_told_of_the_blocks(tmp_path):
+    folder = write_files(tmp_path / "text")
+    samples = (whole_stream(folder).size - 1) // SEQ
+    window = samples * 2 // 3
+    with pytest.raises(ValueError, match=f"blocks of stream_window={window} samples as a whole: lower stream_window"):
+        dataset_of(source_of(folder, max_epochs=1, stream_window=window), tmp_path / "a").require(window + window // 5)
+    dataset_of(source_of(folder, max_epochs=1), tmp_path / "b").require(window + window // 5)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ class SourceConfig:
     (.bin/.idx)."""
 
     paths: tuple[str, ...] = ()
-    """Files, folders or globs, read in sorted order; `.gz` and `.zst` are decompressed. Empty for stdlib: all of it."""
+    """Files, folders or globs, read in sorted order; `.gz` and `.zst` are decompressed. Of a folder, files with the kind's usual
+    endings are read (text: .txt, .text, .md, .rst, .py); a glob takes all that it matches. Empty for stdlib: all of it."""
 
     weight: Annotated[float, Range(above=0, note="remove a source to leave it out")] = 1.0
     """Share of the samples (so of the tokens), relative to the other sources' weights."""
@@ -119,7 +120,8 @@ class DataConfig:
     """Where token shards and trained tokenizers are kept; empty means ~/.cache/titan-train."""
 
     on_error: OnError = "raise"
-    """What a malformed line does: raise (stop, naming it), skip (count it), quarantine (count it and keep a copy)."""
+    """What a malformed line does: raise (stop, naming it), skip (count it), quarantine (count it and keep a copy of the line;
+    of tables and text files at most an excerpt)."""
 
     max_bad_fraction: Annotated[float, Range(0, 1)] = 1e-3
     """With skip or quarantine: largest share of a source's documents that may be malformed."""

@@ -33,7 +33,7 @@ class TokenizerConfig:
     """SentencePiece algorithm. unigram encodes 5x faster, trains 10x slower and compresses slightly less."""
 
     train_max_bytes: Annotated[int, Range(1024)] = 32 * 2**20
-    """Most text to train a new vocabulary on, in bytes, spread evenly over the documents."""
+    """Most text to train a new vocabulary on, in bytes, spread evenly over the files by their size."""
 
     pattern: str = "llama3"
     """tiktoken only: how text is cut before merging, one of llama3, cl100k, gpt2, or a regular expression."""

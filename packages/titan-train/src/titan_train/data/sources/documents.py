@@ -6,9 +6,11 @@ order, so the stream of documents is the same on every machine that holds the sa
 
 import codecs
 import json
+import logging
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from titan_train.data.sources.tables import read_rows, saved_dataset_files
 from titan_train.files import PARTS_NAME, download_hint, local_path
 from titan_train.hub.download import RECORD_NAME
 from titan_train.values import nearest_name
+
+_logger = logging.getLogger(__name__)
+_told: set[tuple[SourceConfig, Path]] = set()
 
 # Folders of the standard library that are tests of it, tools with their own data, or not part of it.
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
@@ -113,7 +118,10 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
         return saved
     if path.is_dir():
         suffixes = _SUFFIXES.get(source.kind, _TEXT_SUFFIXES)
-        found = [p for p in _files_below(path, source) if _plain_suffix(p) in suffixes and p.is_file()]
+        below = [*_files_below(path, source)]
+        if source.kind == "text":
+            _tell_left_out(source, path, below)
+        found = [p for p in below if _plain_suffix(p) in suffixes and p.is_file()]
         found = [p for p in found if p.name != RECORD_NAME]  # of `titan-train data download`
         return sorted((CorpusFile(p, printable(p.relative_to(path).as_posix())) for p in found), key=lambda f: f.name)
     if found := [p for p in glob_matches(path) if p.is_file()]:
@@ -126,6 +134,26 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
     raise ValueError(
         f"data.sources[{source.name!r}].paths: {given!r} does not exist.{download_hint(given) or _nearest(path)}"
     )
+
+
+def _tell_left_out(source: SourceConfig, root: Path, below: Sequence[Path]) -> None:
+    """Warn, once in this process, of files of a folder that are no text by their names, but for hidden and excluded ones."""
+    others = [path for path in below if _plain_suffix(path) not in _TEXT_SUFFIXES and path.name != RECORD_NAME]
+    names = [CorpusFile(path, printable(path.relative_to(root).as_posix())) for path in others]
+    left = Counter(
+        _plain_suffix(file.path) or "no suffix"
+        for file in names
+        if not any(part.startswith(".") for part in file.name.split("/"))
+        and not any(_matches(file, pattern) for pattern in source.exclude)
+    )
+    if left and (source, root) not in _told:
+        _told.add((source, root))
+        kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in left.most_common(3))
+        _logger.warning(
+            "source %r: %d files of %s are left out, as their names do not end in %s: %s%s. To read some, name them by a glob in "
+            "data.sources.paths; to leave them out knowingly, name them in exclude.",
+            source.name, left.total(), root, ", ".join(_TEXT_SUFFIXES), kinds, ", ..." if len(left) > 3 else "",
+        )  # fmt: skip
 
 
 def is_glob(path: Path) -> bool:

@@ -26,7 +26,8 @@ def training_texts(
     Args:
         sources: Sources to read; those of tokens have no text and are passed over.
         config: Says which documents are held out.
-        max_bytes: Approximate amount of text to give, spread over the files by their size; None gives all.
+        max_bytes: Most text to give, in bytes of UTF-8, spread over the files by their size; the document that passes it is
+            cut. None gives all.
         progress: Called with the progress.
 
     Raises:
@@ -55,6 +56,7 @@ def _texts(
     share = 1.0 if max_bytes is None or not total else min(1.0, max_bytes / total)
     report = ProgressReporter("read text for the tokenizer", [file.path.stat().st_size for _, file in files], progress)
     credit = 0.0
+    left = max_bytes
     bad: BadDocument | None = None
     readable = False
     for number, (source, file) in enumerate(files, start=1):
@@ -70,6 +72,11 @@ def _texts(
                 readable = True
                 if is_held_out(document.utf8, fraction) == held_out:
                     credit -= len(document.utf8)
+                    if left is not None and len(document.utf8) >= left:
+                        yield document.utf8[:left].decode("utf-8", "ignore")
+                        report(len(files), finished=True)
+                        return
+                    left = None if left is None else left - len(document.utf8)
                     yield document.text
                 if share < 1.0 and credit <= 0:
                     break

@@ -124,6 +124,7 @@ class StreamBlocks:
         stamps = stamps_of(self._files)
         if cursor is not None:
             cursor.file_number(stamps, self._source.name)
+            cursor.check_earlier(stamps, self._source.name)
         present = {(name, size) for name, size, _ in stamps}
         for name, size in files:
             if (name, size) not in present:

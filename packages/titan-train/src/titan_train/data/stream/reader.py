@@ -44,6 +44,22 @@ class StreamCursor:
     """Tokens of that document that were taken before."""
     before: str
     """Hash (hex) of the names and sizes of the files before this one."""
+    earlier: tuple[Count, str] | None = None
+    """How many files the pass before read, and the hash of their names and sizes; None in the first pass, and in cursors of
+    earlier releases."""
+
+    def check_earlier(self, stamps: Sequence[Stamp], source: str) -> None:
+        """Refuse other files than the pass before read, given the stamps of all.
+
+        Raises:
+            ValueError: One was added between them, removed or changed its size.
+        """
+        if self.earlier is not None and hash_of(stamps[: self.earlier[0]]) != self.earlier[1]:
+            raise ValueError(
+                f"the stream of source {source!r} has read {self.earlier[0]} files in the pass before, and one of them has "
+                "another size now, is gone, or has a new one before it: other samples would come. Restore the files (new ones "
+                "may come last), or allow it: checkpoint.allow_data_change=true."
+            )
 
     def file_number(self, stamps: Sequence[Stamp], source: str) -> int:
         """Which of the stream's files it lies in, given the stamps of all.
@@ -169,6 +185,8 @@ class StreamReader:
         self._items = encode_in_order(self._in_turn(first), tokenizer, config.num_threads)
         self._held: tuple[int, int, Tokens] | None = None  # the document in progress: its line, byte and tokens
         self._used = 0  # tokens of it that were given
+        # the pass, and what its cursors say of the one before
+        self._earlier = (first.epoch, None if start is None else start.earlier)
         self.touched: list[Stamp] = []
         """Stamps of the files that the last `take` read from."""
 
@@ -235,6 +253,8 @@ class StreamReader:
     def _cursor(self, line: int, byte: int) -> StreamCursor:
         """The place that the document in progress was given up to."""
         place = self._place
+        if place.epoch != self._earlier[0]:
+            self._earlier = place.epoch, (len(self._files), hash_of(stamps_of(self._files)))
         return StreamCursor(
             epoch=place.epoch,
             file=self._files[place.file].name,
@@ -242,6 +262,7 @@ class StreamReader:
             byte=byte,
             skip=self._used,
             before=hash_of(stamps_of(self._files[: place.file])),
+            earlier=self._earlier[1],
         )
 
     @property
@@ -296,8 +317,9 @@ class StreamReader:
             if limit and epoch >= limit:
                 raise ValueError(
                     f"source {self._source.name!r} has been read {limit} times, the limit set by "
-                    f"data.sources[{self._source.name!r}].max_epochs={limit}, but the run needs more. Train fewer steps, lower "
-                    "its weight, or raise max_epochs (0: no limit)."
+                    f"data.sources[{self._source.name!r}].max_epochs={limit}, but the run needs more. It reads blocks of "
+                    f"stream_window={self._source.stream_window} samples as a whole: lower stream_window if less than a block is "
+                    "missing; else train fewer steps, lower its weight, or raise max_epochs (0: no limit)."
                 )
             found = 0
             for number in range(start, len(self._files)):
