@@ -1,9 +1,9 @@
 """Files that name the process that saves below a root or writes a step, and whether that process is alive.
 
 Two trainers that save to one root delete each other's steps, each by its own retention. The claim protects people who
-start a run twice. It is not a lock: it does not see a trainer on another machine, and if two trainers take over the claim
-of a dead one at the same instant, both may succeed. A file lock (``flock``) would be held by the forked data loaders of a
-killed trainer, and object stores have none.
+start a run twice. It is not a lock: it does not see a trainer on another machine or in another container, and if two
+trainers take over the claim of a dead one at the same instant, both may succeed. A file lock (``flock``) would be held by
+the forked data loaders of a killed trainer, and object stores have none.
 
 The Checkpointers of one process share a claim. The file counts them, and the last one removes it. So it does not matter
 how each of them spells the path (a link, a relative path, a mount).
@@ -124,11 +124,11 @@ def _started(pid: int) -> str | None:
 def take_root(root: StorePath, owner: Process) -> None:
     """Claim a root before the first save. Readers do not need a claim.
 
-    A claim of a dead process is taken over. So is a claim of another machine, with a warning. A claim of the same process
-    is shared: it stays until `release_root` was called as often as this.
+    A claim of a dead process is taken over. So is a claim of another machine or process namespace, with a warning. A claim of
+    the same process is shared: it stays until `release_root` was called as often as this.
 
     Raises:
-        ValueError: If the claim belongs to another process on this machine that is alive.
+        ValueError: If the claim belongs to another process that is alive on this machine and in this process namespace.
         OSError: If the claim cannot be written.
     """
     with _counting:
@@ -136,7 +136,8 @@ def take_root(root: StorePath, owner: Process) -> None:
         _refuse_rival(root, held, owner)
         if held is not None and not held.local:
             _log.warning(
-                "%s is claimed by %s on another machine. If that process is alive, each deletes the other's steps",
+                "%s is claimed by %s on another machine or in another container. If that process is alive, each deletes the "
+                "other's steps",
                 root,
                 held,
             )
