@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,21 @@ def test_the_newest_checkpoint_is_the_one_saved_last_not_that_of_the_highest_ste
     assert find_start(f"run:{run_dir}", "model.init") == (run_dir, 165)
     assert find_start(f"{run_dir}@200", "checkpoint.start_from") == (run_dir, 200)
     assert saved_step(run_dir, None) == 165
+
+
+def test_a_disk_that_does_not_answer_is_no_missing_checkpoint_also_where_pathlib_says_so(run_dir, monkeypatch):
+    real = os.stat
+
+    def stat(path, *args, **options):
+        if not isinstance(path, int) and Path(path).name == "MANIFEST.json":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *args, **options)
+
+    for name, hiding in (("is_file", os.path.isfile), ("is_dir", os.path.isdir), ("exists", os.path.exists)):
+        monkeypatch.setattr(Path, name, hiding)  # from Python 3.14 on
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(OSError, match="Input/output error"):
+        newest_checkpoint(run_dir)
 
 
 def test_the_tenth_revision_of_a_checkpoint_is_newer_than_the_ninth(run_dir):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from titan_ckpt import CheckpointError, Manifest
 from titan_ckpt.steps.listing import step_folders
+from titan_ckpt.storage.paths import is_there
 
 from titan_train.config import Config, parse_config
 from titan_train.files import local_path, read_bytes, read_toml, write_atomic
@@ -104,7 +105,7 @@ def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
     """
     root = run_dir / "checkpoints"
     folders = {step: root / path.name for step, path in step_folders(root)}
-    return {step: folder for step, folder in folders.items() if (folder / "MANIFEST.json").is_file()}
+    return {step: folder for step, folder in folders.items() if is_there(folder / "MANIFEST.json")}
 
 
 def best_metric(saved: Mapping[int, Path], measured: str = "") -> str:
