@@ -26,7 +26,7 @@ class DiffusionConfig:
     """How prepared shards are written: folder (safetensors files), webdataset (tar files with .npy entries)."""
 
     shard_samples: Count = 1000
-    """Images of one shard; an interrupted preparation repeats at most as many."""
+    """Images that are read for one shard; an interrupted preparation repeats at most as many."""
 
     latent_scale: Annotated[float, Range(above=0, note="1 leaves latents as they are")] = 1.0
     """Latents z of shards are used as latent_scale * (z - latent_shift). `titan-train data prepare` has done that already."""
