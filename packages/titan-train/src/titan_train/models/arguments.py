@@ -99,7 +99,8 @@ def _override(shipped: _Args, config: ModelChoice, vocab_size: int | None) -> _A
             value = float(value)
         if not any(_fits(value, kind) for kind in wanted):
             current = getattr(shipped, key)
-            others = " of others" if type(value) is tuple and tuple in map(typing.get_origin, wanted) else ""
+            of_one_type = any(typing.get_origin(kind) is tuple for kind in wanted)
+            others = " of others" if type(value) is tuple and of_one_type else ""
             named = " or ".join(map(_type_name, wanted))
             raise ValueError(
                 f"model.args.{key}={_shown(value)} must be {named}, not {_type_name(type(value))}{others}; "
