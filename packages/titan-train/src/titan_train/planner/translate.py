@@ -74,8 +74,12 @@ def not_predicted(config: Config) -> list[str]:
         "parallel.reshard='always': a pipeline that gathers once a step is": p.pp > 1 and p.reshard == "always",
         "parallel.reshard_overrides: parallel.reshard for all modules is": p.reshard_overrides,
         "parallel.keep_fp32: all in train.dtype is": p.keep_fp32 and config.train.dtype != "fp32",
+        "parallel.sequence_parallel=false: activations cut by sequence between tensor-parallel regions are": p.tp > 1
+        and not p.sequence_parallel,
+        f"parallel.compress={p.compress!r}: gradients in parallel.reduce_dtype are": p.compress != "none",
         f"float8.recipe={recipe!r}: {precision!r}, weight gradients in float8 of inputs that are kept in float8, is": recipe
         not in ("none", precision),
+        "float8.skip: all linear layers of blocks in float8 is": config.float8.skip and config.float8.recipe != "none",
         f"activations.checkpoint={checkpoint!r}: 'selective' is": checkpoint in ("pattern", "budget"),
         f"activations.matmul_every={every}: 2 is": checkpoint == "selective" and every != 2,
         "train.freeze: all trained, which takes more time and memory, is": config.train.freeze,
@@ -191,6 +195,7 @@ def config_toml(name: str, setup: Setup, *, nproc: int, base: str = "") -> str:
         "",
         "[activations]",
         *(['checkpoint = "every"', f"every = {every}"] if every > 1 else [f'checkpoint = "{s.recompute}"']),
+        *(["matmul_every = 2"] if s.recompute == "selective" else []),
         f"mlp_tiles = {s.mlp_tiles}",
         f"offload = {_toml(s.offload_activations > 0)}",
     ]

@@ -44,7 +44,13 @@ from titan_train.train.loop import TrainingLoop
 from titan_train.train.measure import StepMeasure, drop_outdated
 from titan_train.train.observer import Observer
 from titan_train.train.observers import build_observers
-from titan_train.train.process import SaveRequests, check_same_versions, device_name, resolve_same_starts, set_up_process
+from titan_train.train.process import (
+    SaveRequests,
+    check_same_versions,
+    device_name,
+    resolve_same_starts,
+    set_up_process,
+)
 from titan_train.train.reduce_scope import ReduceScope
 from titan_train.train.run_log import RunLog, describe_task
 from titan_train.train.step import OptimizerStep
