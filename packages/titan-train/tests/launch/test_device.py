@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from titan_train.launch.place.ray.cluster import forwarded
 from titan_train.config import Config
+from titan_train.launch.place.ray.cluster import forwarded
 from titan_train.launch.rank.device import (
     bind_to_numa,
     cores_beside,
@@ -15,7 +15,6 @@ from titan_train.launch.rank.device import (
     prepare_gpu,
     set_cuda_defaults,
 )
-
 from titan_train.train.process import set_up_process
 
 GPU = "0000:99:00.0"

@@ -63,8 +63,8 @@ _OF_THE_MODULE = ("parallel", "context", "pipeline", "activations", "float8", "c
 def decided_by_arguments(config: Config, plan: "RunPlan") -> bool:
     """Whether a model's arguments decide all that `validate` refuses, and its memory: then no module has to be built.
 
-    So it is for a shipped decoder of text on one rank, in a run without checkpoints, as long as no setting names parts of it, cuts
-    it or changes its layers.
+    So it is for a shipped decoder of text on one rank, in a run without checkpoints, as long as no setting names parts of it,
+    cuts it or changes its layers.
     """
     from titan_train.run_folder import newest_checkpoint, run_folder
 

@@ -30,7 +30,7 @@ from titan_train.run_folder import resolve_starts
 
 
 def set_up_process(config: Config) -> torch.device:
-    """Seed Python, numpy and torch, ask torch for deterministic kernels if wanted, select this rank's GPU if ``LOCAL_RANK`` says one.
+    """Seed Python, numpy and torch, ask torch for deterministic kernels if wanted, select the GPU that ``LOCAL_RANK`` names.
 
     Returns:
         Where this rank computes: without ``LOCAL_RANK`` the GPU that is selected already.

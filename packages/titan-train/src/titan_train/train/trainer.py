@@ -100,8 +100,8 @@ class Trainer(TrainingLoop):
             callbacks: Observers of your own, called after the run's; on every rank the same.
 
         Raises:
-            ValueError: The configuration does not fit the ranks, the checkpoint was made with other data, or another run writes to
-                the folder.
+            ValueError: The configuration does not fit the ranks, the checkpoint was made with other data, or another run writes
+                to the folder.
         """
         self.run_dir = Path(run_dir) if run_dir is not None else run_folder(config)
         if monitor is None:  # a launcher's command has looked, and its restarts resume
