@@ -17,7 +17,6 @@ SMALLER = {  # each stands alone for a reason, or waits to be folded in
     "titan_cp.methods.compiling",
     "titan_cp.models.flex",
     "titan_mesh.nearest",
-    "titan_train.host_memory",
     "titan_train.launch.node.preload",
 }
 

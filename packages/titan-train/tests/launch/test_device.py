@@ -11,10 +11,10 @@ from titan_train.launch.rank.device import (
     bind_to_numa,
     cores_beside,
     cores_of,
-    device_index,
     prepare_gpu,
     set_cuda_defaults,
 )
+from titan_train.rank_device import device_index
 from titan_train.train.process import set_up_process
 
 GPU = "0000:99:00.0"

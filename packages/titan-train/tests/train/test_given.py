@@ -505,5 +505,5 @@ def test_arguments_do_not_decide_whether_a_run_can_go_on(tmp_path):
     wide = config(tmp_path, "weights")
     assert decided_by_arguments(config(tmp_path, "new"), plan_run(wide, 1))
     assert not decided_by_arguments(wide, plan_run(wide, 1))
-    with pytest.raises(ValueError, match="optimizer.weights='fp32'"):
+    with pytest.raises(ValueError, match=r"optimizer\.weights='fp32'"):
         validate(wide, 1)

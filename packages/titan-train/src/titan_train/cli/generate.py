@@ -223,7 +223,7 @@ def _device() -> str:
     """Where this rank computes."""
     import torch
 
-    from titan_train.launch.rank.device import device_index
+    from titan_train.rank_device import device_index
 
     if not torch.cuda.is_available():
         return "cpu"

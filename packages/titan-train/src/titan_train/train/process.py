@@ -23,9 +23,8 @@ from titan_ckpt.comm import ByteComm
 from titan_train.config import Config, ScheduleConfig
 from titan_train.config.published import RUN
 from titan_train.exchange import gather_values
-from titan_train.host_memory import keep_freed_memory
-from titan_train.launch.rank.device import device_index
 from titan_train.observe.run_info import versions
+from titan_train.rank_device import device_index, keep_freed_memory
 from titan_train.run_folder import resolve_starts
 
 

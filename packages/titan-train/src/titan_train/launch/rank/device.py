@@ -9,6 +9,8 @@ import re
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from titan_train.rank_device import device_index
+
 _log = logging.getLogger(__name__)
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -28,25 +30,6 @@ def set_cuda_defaults(environ: MutableMapping[str, str], *, pipeline: bool) -> N
         environ[_ALLOCATOR[0]] = "expandable_segments:True"
     if pipeline:
         environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-
-
-def device_index(local_rank: int, visible: int) -> int:
-    """The number of this rank's GPU among those that its process sees.
-
-    Args:
-        local_rank: The rank's number on its machine.
-        visible: How many GPUs the process sees. With one for each process, as ``srun --gpus-per-task=1`` gives, it is 0.
-
-    Raises:
-        ValueError: There are fewer GPUs than ranks, but more than one.
-    """
-    if visible == 1 or local_rank < visible:
-        return local_rank % visible
-    raise ValueError(
-        f"rank {local_rank} of this machine has no GPU: its process sees {visible}, and two ranks cannot share one. Start "
-        "as many ranks per machine as there are GPUs, or give each process exactly one (CUDA_VISIBLE_DEVICES, "
-        "--gpus-per-task=1)."
-    )
 
 
 def cores_beside(pci: str, sys: Path = Path("/sys")) -> tuple[int, set[int]] | None:

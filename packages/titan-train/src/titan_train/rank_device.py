@@ -1,4 +1,4 @@
-"""Freed host memory stays with the process, on ranks that compute on the CPU.
+"""Where a rank computes: which GPU is its own; on the CPU, freed memory stays with the process.
 
 A step frees its activations and the next asks for as much. glibc gives the top of its heap back to the system as soon as
 twice its largest freed block is unused there, so every step's activations came as new pages, which the system fills with
@@ -23,3 +23,22 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES))
+
+
+def device_index(local_rank: int, visible: int) -> int:
+    """The number of this rank's GPU among those that its process sees.
+
+    Args:
+        local_rank: The rank's number on its machine.
+        visible: How many GPUs the process sees. With one for each process, as ``srun --gpus-per-task=1`` gives, it is 0.
+
+    Raises:
+        ValueError: There are fewer GPUs than ranks, but more than one.
+    """
+    if visible == 1 or local_rank < visible:
+        return local_rank % visible
+    raise ValueError(
+        f"rank {local_rank} of this machine has no GPU: its process sees {visible}, and two ranks cannot share one. Start "
+        "as many ranks per machine as there are GPUs, or give each process exactly one (CUDA_VISIBLE_DEVICES, "
+        "--gpus-per-task=1)."
+    )

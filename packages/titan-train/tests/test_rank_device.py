@@ -8,7 +8,7 @@ import pytest
 FAULTS = """
 import resource, sys
 import numpy as np
-from titan_train.host_memory import keep_freed_memory
+from titan_train.rank_device import keep_freed_memory
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit(3)
 def step():
