@@ -138,7 +138,7 @@ def test_it_is_told_the_folder_that_the_run_is_in(tmp_path):
     for run_dir, folder in ((elsewhere, elsewhere), (None, tmp_path / "own")):
         with titan_train.Trainer(configure(tmp_path), run_dir, task=Told()) as trainer:
             assert told[-2:] == [folder, folder]
-            assert run_folder(trainer.config) == tmp_path / "own"
+            assert run_folder(trainer.config) == folder
 
 
 def test_it_resumes_with_the_same_losses(tmp_path):
