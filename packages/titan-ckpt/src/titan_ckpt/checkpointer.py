@@ -49,8 +49,8 @@ class Checkpointer:
             disk, even if the trainer is killed. The next call raises the error of a failed save.
         on_busy: With ``async_``: "wait" for the previous save, or "skip" the new one.
         overlap: With ``async_``: copy in a thread while training continues. Weights must not change during the copy: put
-            the optimizer's step inside ``with ck.guard():``. The step survives a killed trainer once its `SaveJob.staged`
-            is true, as it is after ``guard()``.
+            the optimizer's step inside ``with ck.guard():``. The step survives killed trainers once `SaveJob.staged` is
+            true on every rank, as it is after ``guard()``.
         compress: "auto" compresses optimizer state that shrinks by at least a tenth: float32 state by 17 %, bfloat16 by
             35 %. It pays if a writer gets less than about 1 GB/s. Weights stay plain safetensors.
         group: The ranks that save together, with a backend for CPU tensors; None for all ranks.
@@ -167,7 +167,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def guard(self) -> Generator[None]:
-        """Wait until the state is copied. With ``overlap``, put the optimizer's step inside.
+        """Wait until the state is copied and a saver process has it. With ``overlap``, put the optimizer's step inside.
 
         Trainable parameters and optimizer state are copied in the background. Everything else (buffers, frozen
         parameters, tensors in ``extra``) is copied before `save` returns, and needs no guard.

@@ -55,6 +55,17 @@ class TitanTrainer(Trainer):
             "Search with transformers' Trainer, or make a TitanTrainer with an output_dir of its own for each trial."
         )
 
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            ValueError: Always: it would upload the saved steps too.
+        """
+        raise ValueError(
+            f"TitanTrainer.push_to_hub would upload {self.args.output_dir} with all saved steps. Call "
+            "trainer.save_model(FOLDER) and upload that folder."
+        )
+
     def _root(self) -> Path:
         return Path(str(self.args.output_dir)).absolute() / "steps"
 

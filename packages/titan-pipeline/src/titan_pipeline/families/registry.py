@@ -5,6 +5,7 @@ adds one; so does an entry point of the group ``titan_pipeline.families`` that n
 command line and the solver then know it.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -36,6 +37,7 @@ FAMILIES: dict[str, ScheduleFamily] = {}
 """The families registered so far, by name. `find_family` also loads those of installed packages."""
 
 _loaded: list[str] = []
+_logger = logging.getLogger("titan_pipeline")
 
 
 def register_family(
@@ -77,11 +79,17 @@ def find_family(name: str) -> ScheduleFamily | None:
 
 
 def load_installed_families() -> None:
-    """Import the modules that installed packages name in the entry-point group ``titan_pipeline.families``."""
+    """Import the modules that installed packages name in the entry-point group ``titan_pipeline.families``.
+
+    One that cannot be imported is passed over with a warning: a broken package must not stop what does not use it.
+    """
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.value not in _loaded:
             _loaded.append(entry.value)
-            entry.load()
+            try:
+                entry.load()
+            except Exception as err:
+                _logger.warning("schedules of %s (entry point %s) could not be loaded: %s", entry.value, entry.name, err)
 
 
 def build_schedule(

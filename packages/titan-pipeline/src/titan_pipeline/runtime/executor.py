@@ -64,7 +64,8 @@ class Executor:
             summed in the order of one process: the result is then bit-equal to it.
         trace: Record when each action ran; see `measured`. `Executor.trace` may be set between steps, to trace one of many.
         hang_timeout_s: If no rank has made progress for so long, all of them raise `PipelineAborted`, which names the rank
-            that hangs and its action. Longer than the longest action, compilation included; None waits for ever.
+            that hangs and its action. Longer than the longest action, compilation included, and than what a rank does
+            alone between a step and where all meet (`clip_grad_norm`, `gather`, `swap`); None waits for ever.
         clock: The clock of traces: the host's by default. Stages on an accelerator need a `DeviceClock`, since
             their work is only queued when an action returns.
 

@@ -86,9 +86,11 @@ class Optimistic:
         if self._snapshot is None:
             raise RuntimeError("there is no step to settle. Call step() first.")
         before, self._snapshot = self._snapshot, None
+        dropped = [parameter for parameter in _weights(self._optimizer) if parameter.grad is None]
         before.put_back_gradients(self._optimizer)
         norm = _global_norm(self._executor, _parameters(self._executor, ()))
         if math.isfinite(norm) and not norm > self._max_norm:
+            _drop_gradients(dropped)
             return norm, True
         self.undone += 1
         scheduled = [
@@ -101,7 +103,13 @@ class Optimistic:
             self._optimizer.step()
         for group, settings in zip(self._optimizer.param_groups, scheduled, strict=True):
             group.update(settings)
+        _drop_gradients(dropped)
         return norm, False
+
+
+def _drop_gradients(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 class _Snapshot:

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from titan_mesh import Layout
-from titan_pipeline import FAMILIES, Schedule, build_schedule, find_family, verify
+from titan_pipeline import FAMILIES, Schedule, ScheduleError, build_schedule, find_family, verify
 
 from titan_train.config import Config, PipelineConfig
 from titan_train.files import read_text
@@ -78,7 +78,11 @@ def plan_schedule(config: PipelineConfig, *, pp: int, microbatches: int) -> Sche
             f"microbatches; this run has parallel.pp={pp} and {microbatches} of them a step. Make one for these, or change "
             "train.global_batch or train.microbatch."
         )
-    verify(schedule, in_order=config.deterministic)
+    try:
+        verify(schedule, in_order=config.deterministic)
+    except ScheduleError as err:
+        given = f"pipeline.schedule={config.schedule!r} with pipeline.deterministic={config.deterministic}"
+        raise ValueError(f"{given}: {err}") from None
     return schedule
 
 
