@@ -275,7 +275,7 @@ def test_files_of_a_folder_that_are_no_text_by_their_names_are_told_once(tmp_pat
     for name in ("a.md", "b.tex", "sub/c.tex.gz", "d.bib", "Makefile", ".git/e.tex", "download.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
-    source = SourceConfig(name="papers", kind="text", paths=(str(tmp_path),), exclude=("*.bib",))
+    source = SourceConfig(name="papers", kind="text", paths=[str(tmp_path)], exclude=["*.bib"])  # as a program may
     for _ in range(2):
         assert [file.name for file in list_files(source)] == ["a.md"]
     (said,) = caplog.messages

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -197,7 +198,9 @@ def test_the_record_keeps_what_earlier_calls_loaded_if_it_is_of_the_same_commit(
     module.download("org/name", tmp_path)
     for commit, tokenizer in (("a", b"t"), ("b", b"other")):  # the weights are the same in both
         holds(commit, content | {"tokenizer.json": tokenizer})
-        module.download("org/name", tmp_path, parts=["tokenizer"])
+        told = []
+        module.download("org/name", tmp_path, parts=["tokenizer"], tell=told.append)
+        assert told[:-1] == ([] if commit == "a" else ["comparing 2 files of earlier calls, 0.0 MB"])
         assert recorded(tmp_path) == sorted(content)
         assert json.loads((tmp_path / "download.json").read_text())["commit"] == commit * 40
     holds("c", content | {"model.safetensors": b"retrained", "tokenizer.json": b"third"})
@@ -337,6 +340,17 @@ def test_a_download_that_broke_off_is_missing_and_its_files_are_not_read(tmp_pat
     more = {"data": {"validation_sources": [{"paths": ["hf:datasets/org/more"]}]}}
     assert [*missing_repositories(more)] == [("data.validation_sources.paths", "hf:datasets/org/more")]
     assert [file.path.name for source in sources for file in list_files(source)] == ["a.jsonl", "a.jsonl"]
+
+
+def test_a_download_that_broke_off_below_a_folder_or_a_glob_is_not_read(tmp_path):
+    for name in ("x/a.jsonl", "x/.parts/wanted.json", "y/b.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    for path in (tmp_path, tmp_path / "*/*.jsonl"):
+        source = SourceConfig(name="a", kind="jsonl", paths=(str(path),))
+        with pytest.raises(ValueError, match=rf"{tmp_path}/x, whose download broke off.*{tmp_path}/x/\.parts"):
+            list_files(source)
+        assert [file.path.name for file in list_files(replace(source, exclude=("x/*", "*/x/*")))] == ["b.jsonl"]
 
 
 def test_a_folder_that_was_loaded_for_its_tokenizer_lacks_the_model(tmp_path, monkeypatch):

@@ -81,7 +81,7 @@ def download(
     )
     listed = [_as_file(sibling) for sibling in info.siblings or ()]
     chosen = choose_data_files(listed, include) if is_data else choose_model_files(listed, list(parts), include)
-    others = _others(out, earlier, f"{name} at {info.sha[:12]}", info.sha, listed, chosen)
+    others = _others(out, earlier, f"{name} at {info.sha[:12]}", info.sha, listed, chosen, tell)
     total = sum(file.size for file in chosen)
     _check_space(out, sum(max(0, file.size - _have(out, file)) for file in chosen))
     _write_record(out / PARTS_NAME / _WANTED_NAME, name, info.sha, [*chosen, *others])
@@ -164,7 +164,13 @@ def _check_folder(out: Path, name: str) -> _Earlier:
 
 
 def _others(
-    out: Path, earlier: _Earlier, what: str, commit: str, listed: Sequence[RepoFile], chosen: Sequence[RepoFile]
+    out: Path,
+    earlier: _Earlier,
+    what: str,
+    commit: str,
+    listed: Sequence[RepoFile],
+    chosen: Sequence[RepoFile],
+    tell: Callable[[str], None],
 ) -> list[RepoFile]:
     """Files that earlier calls chose and this one does not, with the sha256 of those that are there.
 
@@ -177,7 +183,7 @@ def _others(
             "old, or name another folder with --out."
         )
     found: list[RepoFile] = []
-    changed: list[str] = []
+    unsure: list[RepoFile] = []
     mine = {file.name for file in chosen}
     for file in listed:
         path = out / file.name
@@ -187,11 +193,13 @@ def _others(
             found.append(file)
         elif earlier.commit == commit and earlier.files[file.name] and path.stat().st_size == file.size:
             found.append(replace(file, sha256=earlier.files[file.name]))
-        elif whole := _if_whole(path, file):
-            found.append(whole)
         else:
-            changed.append(file.name)
-    if changed:
+            unsure.append(file)
+    if unsure:
+        tell(f"comparing {len(unsure)} files of earlier calls, {sum(file.size for file in unsure) / 1e6:,.1f} MB")
+    compared = {file.name: _if_whole(out / file.name, file) for file in unsure}
+    found += [whole for whole in compared.values() if whole]
+    if changed := [name for name, whole in compared.items() if not whole]:
         raise ValueError(
             f"{out} holds {_some(changed)} of another commit or damaged: it is not that of {what}, and files of both would lie "
             "side by side. Load it anew in the same command, name its commit with --revision, or another folder with --out."

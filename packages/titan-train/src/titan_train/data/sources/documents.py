@@ -10,7 +10,7 @@ import logging
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from titan_train.hub.download import RECORD_NAME
 from titan_train.values import nearest_name
 
 _logger = logging.getLogger(__name__)
-_told: set[tuple[SourceConfig, Path]] = set()
+_told: set[tuple[str, Path]] = set()
 
 # Folders of the standard library that are tests of it, tools with their own data, or not part of it.
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
@@ -50,7 +50,7 @@ def list_files(source: SourceConfig) -> list[CorpusFile]:
         files += _stdlib_files()
     for path in source.paths:
         files += _files_at(path, source)
-    kept = [file for file in files if not any(_matches(file, pattern) for pattern in source.exclude)]
+    kept = [file for file in files if not _excluded(file, source)]
     if not kept:
         detail = f"data.sources[{source.name!r}].exclude={list(source.exclude)} leaves none of {len(files)} files"
         if not files:
@@ -109,23 +109,24 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
     path = local_path(given)
     if path.is_file():
         return [CorpusFile(path, printable(path.name))]
-    if unfinished := [folder for folder in (path, *path.parents) if (folder / PARTS_NAME).is_dir()]:
-        raise ValueError(
-            f"data.sources[{source.name!r}].paths: {given!r} is of a download that broke off, so files are missing. Run the same "
-            f"`titan-train data download` again, or, to do without, remove {unfinished[0] / PARTS_NAME}.{download_hint(given)}"
-        )
+    _refuse_unfinished(given, source, (path, *path.parents))
     if path.is_dir() and source.kind == "arrow" and (saved := saved_dataset_files(path)) is not None:
         return saved
     if path.is_dir():
         suffixes = _SUFFIXES.get(source.kind, _TEXT_SUFFIXES)
         below = [*_files_below(path, source)]
+        loaded = {p.parent.parent for p in below if p.parent.name == PARTS_NAME}
+        _refuse_unfinished(given, source, (folder for folder in loaded if not _left_out(folder, path, source)))
         if source.kind == "text":
             _tell_left_out(source, path, below)
         found = [p for p in below if _plain_suffix(p) in suffixes and p.is_file()]
         found = [p for p in found if p.name != RECORD_NAME]  # of `titan-train data download`
         return sorted((CorpusFile(p, printable(p.relative_to(path).as_posix())) for p in found), key=lambda f: f.name)
     if found := [p for p in glob_matches(path) if p.is_file()]:
-        return [CorpusFile(p, printable(p.as_posix())) for p in found]
+        files = [CorpusFile(p, printable(p.as_posix())) for p in found]
+        read = (file.path for file in files if not _excluded(file, source))
+        _refuse_unfinished(given, source, dict.fromkeys(folder for p in read for folder in p.parents))
+        return files
     if path.exists():
         raise ValueError(
             f"data.sources[{source.name!r}].paths: {given!r} is a pipe or a device, and sources are read several times. Write "
@@ -136,6 +137,15 @@ def _files_at(given: str, source: SourceConfig) -> list[CorpusFile]:
     )
 
 
+def _refuse_unfinished(given: str, source: SourceConfig, folders: Iterable[Path]) -> None:
+    if unfinished := next((folder for folder in folders if (folder / PARTS_NAME).is_dir()), None):
+        raise ValueError(
+            f"data.sources[{source.name!r}].paths: {given!r} reads from {unfinished}, whose download broke off, so files are "
+            "missing. Run the same `titan-train data download` again, or, to do without, remove "
+            f"{unfinished / PARTS_NAME}.{download_hint(given)}"
+        )
+
+
 def _tell_left_out(source: SourceConfig, root: Path, below: Sequence[Path]) -> None:
     """Warn, once in this process, of files of a folder that are no text by their names, but for hidden and excluded ones."""
     others = [path for path in below if _plain_suffix(path) not in _TEXT_SUFFIXES and path.name != RECORD_NAME]
@@ -143,16 +153,16 @@ def _tell_left_out(source: SourceConfig, root: Path, below: Sequence[Path]) -> N
     left = Counter(
         _plain_suffix(file.path) or "no suffix"
         for file in names
-        if not any(part.startswith(".") for part in file.name.split("/"))
-        and not any(_matches(file, pattern) for pattern in source.exclude)
+        if not any(part.startswith(".") for part in file.name.split("/")) and not _excluded(file, source)
     )
-    if left and (source, root) not in _told:
-        _told.add((source, root))
+    if left and (source.name, root) not in _told:
+        _told.add((source.name, root))
         kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in left.most_common(3))
         _logger.warning(
             "source %r: %d files of %s are left out, as their names do not end in %s: %s%s. To read some, name them by a glob in "
-            "data.sources.paths; to leave them out knowingly, name them in exclude.",
+            "data.sources.paths; to leave them out knowingly, name them in exclude%s.",
             source.name, left.total(), root, ", ".join(_TEXT_SUFFIXES), kinds, ", ..." if len(left) > 3 else "",
+            ", both in a new run" if source.stream else "",
         )  # fmt: skip
 
 
@@ -173,12 +183,9 @@ def _files_below(root: Path, source: SourceConfig) -> Iterator[Path]:
         ValueError: A folder cannot be read, and ``exclude`` does not leave it out.
     """
 
-    def left_out(folder: Path) -> bool:
-        name = folder.relative_to(root).as_posix() + "/"
-        return folder.name == "lost+found" or any(fnmatch(name, pattern) for pattern in source.exclude)
-
     def failed(err: OSError) -> None:
-        if not left_out(Path(err.filename)):
+        folder = Path(err.filename)
+        if folder.name != "lost+found" and not _left_out(folder, root, source):
             raise ValueError(
                 f"data.sources[{source.name!r}].paths: the folder {err.filename!r} cannot be read ({err.strerror}), so its files "
                 'would be missing. Allow this user to read it, or leave it out: exclude = ["NAME/*"].'
@@ -211,6 +218,15 @@ def _nearest(path: Path) -> str:
 def _plain_suffix(path: Path) -> str:
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in (".gz", ".zst") else suffix
+
+
+def _left_out(folder: Path, root: Path, source: SourceConfig) -> bool:
+    name = folder.relative_to(root).as_posix() + "/"
+    return any(fnmatch(name, pattern) for pattern in source.exclude)
+
+
+def _excluded(file: CorpusFile, source: SourceConfig) -> bool:
+    return any(_matches(file, pattern) for pattern in source.exclude)
 
 
 def _matches(file: CorpusFile, pattern: str) -> bool:
