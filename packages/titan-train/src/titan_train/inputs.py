@@ -94,8 +94,8 @@ def check_same_inputs(inputs: TaskInputs) -> None:
             raise ValueError(
                 f"the {what} of {ranks} of {len(found)} is not that of rank 0: {str(found[unlike[0]])[:16]!r} and "
                 f"{str(first)[:16]!r} (fingerprints). Their machines hold or prepared other data. Give every machine the same "
-                'files, or, of prepared text, one data.cache_dir that all share; kind="stdlib" reads the library of each '
-                "machine's own Python."
+                "files at the same paths (of a glob and of vision.paths the whole path counts), or, of prepared text, one "
+                'data.cache_dir that all share; kind="stdlib" reads the library of each machine\'s own Python.'
             )
 
 

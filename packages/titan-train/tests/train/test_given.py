@@ -333,6 +333,7 @@ def test_ranks_whose_machines_hold_other_data_are_refused_alike(tmp_path):
     assert first == second
     for said, what in zip(first, ("data", "stream 'web'", "data"), strict=True):
         assert said.startswith(f"the {what} of rank 1 of 2 is not that of rank 0")
+        assert "the same files at the same paths" in said
 
 
 def with_other_versions(folder):

@@ -44,7 +44,7 @@ def init_for(model: nn.Module) -> InitFn:
     except ValueError as err:
         raise ValueError(
             f"{type(inner).__name__} does not say how its weights start: {err} In titan-train, the model may also have "
-            "a method init_weights(fqn, tensor, generator) that fills one parameter in place."
+            "a method init_weights(fqn, tensor, generator) that fills every parameter, one at each call, in place."
         ) from err
 
     def fill(fqn: str, tensor: Tensor, generator: torch.Generator) -> None:
@@ -73,8 +73,8 @@ def _filled_whole(model: nn.Module, own: InitFn) -> InitFn:
         if looked_at and bool(tensor.detach().max().isnan()):  # unlike isnan().any(), without a mask of its size
             raise ValueError(
                 f"{type(model).__name__}.init_weights leaves elements of {clean_fqn(fqn)!r} as they were. Fill it whole, in "
-                "place. Or name the method init_parameter, and return False for what the modules' own reset_parameters are "
-                "to fill."
+                "place. Or name the method init_parameter, and return False for the others: it replaces what the modules' own "
+                "reset_parameters fill, so every parameter still needs a module's method that fills it."
             )
 
     return fill

@@ -43,7 +43,8 @@ class Traits:
     init_weights: Callable[[str, Tensor, torch.Generator], None] | None = None
     """`init_weights(fqn, tensor, generator)` fills one full parameter in place, and draws from the generator only."""
     init_parameter: Callable[[str, Tensor, torch.Generator], bool] | None = None
-    """The same for some parameters only: it returns False for those that the modules' own `reset_parameters` are to fill."""
+    """The same for some parameters, which it fills otherwise than their modules do: it returns False for the others. One that no
+    module's method fills needs `init_weights` or a `reset_parameters`."""
     flops_per_token: Callable[[int], float] | None = None
     """`flops_per_token(seq_len)`, forward and backward, of a model or a block that knows better than 6 per parameter."""
     encoder_flops_per_token: Callable[[int], float] | None = None

@@ -79,7 +79,8 @@ def not_predicted(config: Config) -> list[str]:
         f"parallel.compress={p.compress!r}: gradients in parallel.reduce_dtype are": p.compress != "none",
         f"float8.recipe={recipe!r}: {precision!r}, weight gradients in float8 of inputs that are kept in float8, is": recipe
         not in ("none", precision),
-        "float8.skip: all linear layers of blocks in float8 is": config.float8.skip and config.float8.recipe != "none",
+        "float8.skip: layers chosen by float8.min_speedup alone are": config.float8.skip
+        and config.float8.recipe != "none",
         f"activations.checkpoint={checkpoint!r}: 'selective' is": checkpoint in ("pattern", "budget"),
         f"activations.matmul_every={every}: 2 is": checkpoint == "selective" and every != 2,
         "train.freeze: all trained, which takes more time and memory, is": config.train.freeze,

@@ -96,9 +96,8 @@ def difference(own: Tokenizer, theirs: Tokenizer, *, larger: bool = False) -> st
 
 
 def _refusal(config: Config, found: str) -> str:
-    given = "tokenizer.path" if config.tokenizer.path else "tokenizer.kind"
     return (
         f"model.init={config.model.init!r} and the tokenizer of the run do not belong together: {found}. The embeddings are "
-        f"those of the folder's ids. Leave {given} out, which takes the folder's tokenizer; or, to train new embeddings, write "
-        f"model.init_changes=[{TOKENIZER!r}]."
+        "those of the folder's ids. Leave tokenizer.kind and tokenizer.path out, which takes the folder's tokenizer; or, to "
+        f"train new embeddings, write model.init_changes=[{TOKENIZER!r}]."
     )

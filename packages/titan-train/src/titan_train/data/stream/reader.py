@@ -318,8 +318,8 @@ class StreamReader:
                 raise ValueError(
                     f"source {self._source.name!r} has been read {limit} times, the limit set by "
                     f"data.sources[{self._source.name!r}].max_epochs={limit}, but the run needs more. It reads blocks of "
-                    f"stream_window={self._source.stream_window} samples as a whole: lower stream_window if less than a block is "
-                    "missing; else train fewer steps, lower its weight, or raise max_epochs (0: no limit)."
+                    f"stream_window={self._source.stream_window} samples as a whole: train fewer steps, lower its weight, or "
+                    "raise max_epochs (0: no limit); a new run may also set a smaller stream_window."
                 )
             found = 0
             for number in range(start, len(self._files)):
