@@ -43,6 +43,7 @@ def test_a_registered_family_can_be_configured_and_built() -> None:
 class WindowedArgs(LlamaArgs):
     window: int | None = None
     scale: float | None = None
+    max_seq_len: int | None = None
 
 
 def test_arguments_that_may_be_none_can_be_set() -> None:

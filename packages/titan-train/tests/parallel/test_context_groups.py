@@ -81,11 +81,11 @@ def _cut_without_reading_the_device():
     return context.cut(whole).tokens, context.cut(unread).tokens
 
 
-def _methods_of_documents(windows):
+def _methods_of_documents(config, options):
     """The method of a whole row, of many short documents and of one long one, and whether attention is one process's."""
     mesh = build(Layout(MeshSpec(cp=2)), device_type="cpu")
     context = ContextParallelism(
-        ContextConfig(), mesh, Heads(4, 4, 8), seq_len=64, dtype=torch.float32, windows=windows
+        ContextConfig(**config), mesh, Heads(4, 4, 8), seq_len=64, dtype=torch.float32, **options
     )
     tokens = torch.arange(64)[None]
     q, k, v = torch.randn(3, 1, 64, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -102,9 +102,12 @@ def _methods_of_documents(windows):
     return methods, same
 
 
-@pytest.mark.parametrize(("windows", "many"), [((), "ring"), ((16,), "ulysses")])
-def test_the_method_of_documents_is_the_one_that_sends_least_where_layers_do_not_share_a_layout(windows, many):
-    for methods, same in run_ranks(_methods_of_documents, 2, windows):
+@pytest.mark.parametrize(
+    ("config", "options", "many"),
+    [({}, {}, "ring"), ({}, {"windows": (16,)}, "ulysses"), ({"layout": "contiguous"}, {"states": True}, "ulysses")],
+)
+def test_the_method_of_documents_is_the_one_that_sends_least_where_layers_do_not_share_a_layout(config, options, many):
+    for methods, same in run_ranks(_methods_of_documents, 2, config, options):
         assert methods == ["ulysses", many, "ulysses"]
         assert same == [True, True]
 

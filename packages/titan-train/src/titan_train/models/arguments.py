@@ -75,8 +75,8 @@ class ModelChoice(Protocol):
 def model_args(config: ModelChoice, *, vocab_size: int | None) -> Any:
     """The arguments of the model that ``config`` names, with its changes; arguments and errors as in `build_model`."""
     args = _override(find_model(config.name)[1], config, vocab_size)
-    longest = getattr(args, "max_seq_len", config.seq_len)
-    if config.seq_len > longest:
+    longest = getattr(args, "max_seq_len", None)
+    if longest is not None and config.seq_len > longest:
         raise ValueError(
             f"model.seq_len={config.seq_len} is longer than the {longest} learned positions of {config.name}: the nearest "
             f"valid choice is {longest}, or set model.args.max_seq_len={config.seq_len}."

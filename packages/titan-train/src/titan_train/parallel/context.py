@@ -179,7 +179,7 @@ class ContextParallelism:
             windowed=bool(self._windows) and not config.dynamic,
             states=states,
         )
-        self._states, self._seq_len = states and config.layout == "auto", seq_len
+        self._states, self._seq_len = states, seq_len
         self._mtp_depth = mtp_depth
         self._group = mesh.group(config.axis)
         self._groups: dict[str, dist.ProcessGroup | None] = {"group": self._group}
@@ -253,8 +253,9 @@ class ContextParallelism:
 
     def _plan(self, **rows: Any) -> titan_cp.AttentionPlan:
         """The plan of other rows, or of a window, by the method of the whole rows; documents may choose the ring or Ulysses."""
-        whole, layout = self._whole, self._whole.layout if self._windows or self._states else ""
-        anew = self._config.method == "auto" and "cu_seqlens" in rows and not layout and whole.method != "usp"
+        whole, fixed = self._whole, bool(self._windows) or self._states
+        layout = whole.layout if self._windows or (self._states and self._config.layout == "auto") else ""
+        anew = self._config.method == "auto" and "cu_seqlens" in rows and not fixed and whole.method != "usp"
         return plan_rows(
             self._config, self._size, self._rank, self._heads, dtype=self._dtype, method="auto" if anew else whole.method,
             ulysses_degree=0 if anew else whole.ulysses_degree, layout=layout, **rows,
