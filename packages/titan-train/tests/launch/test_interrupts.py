@@ -1,10 +1,13 @@
 """What a terminal sends to the command and to everything that it started: Ctrl-C, and that it was closed."""
 
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,13 +39,20 @@ raise ImportError("not today")
 """
 
 
-def started(folder: Path, **environment: str) -> subprocess.Popen:
+def started(folder: Path, terminal: int | None = None, **environment: str) -> subprocess.Popen:
+    stream = subprocess.PIPE if terminal is None else terminal
     return subprocess.Popen(
         [sys.executable, "-m", "titan_train", *WORDS], cwd=folder, text=True, start_new_session=True,
         env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        stdin=subprocess.DEVNULL if terminal is None else terminal, stdout=stream, stderr=subprocess.STDOUT,
+        preexec_fn=lambda: _begin(terminal),
     )  # fmt: skip
+
+
+def _begin(terminal: int | None) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if terminal is not None:
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
 
 def in_session(session: int, words: str) -> list[str]:
@@ -63,10 +73,14 @@ def interrupted(process: subprocess.Popen, then: Callable[[], object] = lambda: 
     assert process.returncode == 130 or saved, printed
     assert "Traceback" not in printed
     assert printed.count("interrupted") <= 1
+    _none_is_left(process.pid)
+
+
+def _none_is_left(session: int) -> None:
     deadline = time.monotonic() + 20
-    while in_session(process.pid, "") and time.monotonic() < deadline:  # the last are just ending
+    while in_session(session, "") and time.monotonic() < deadline:  # the last are just ending
         time.sleep(0.1)
-    assert not in_session(process.pid, "")
+    assert not in_session(session, "")
 
 
 def test_while_the_server_of_ranks_imports_torch(tmp_path: Path) -> None:
@@ -92,16 +106,19 @@ def test_at_any_moment(tmp_path: Path, seconds: float) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_run_whose_terminal_is_closed_saves_its_last_step(tmp_path: Path) -> None:
-    process = started(tmp_path)
-    assert process.stdout is not None
-    assert any(line.startswith("step=") for line in process.stdout)
-    os.killpg(process.pid, signal.SIGHUP)
-    printed, _ = process.communicate(timeout=400)
-    assert process.returncode == 0, printed
-    (run_dir,) = (tmp_path / "runs").iterdir()
+    window, terminal = pty.openpty()
+    process = started(tmp_path, terminal)
+    os.close(terminal)
+    metrics = tmp_path / "runs" / "debug" / "metrics.jsonl"
+    while not (metrics.exists() and '"step":2' in metrics.read_text()):
+        os.read(window, 65536)
+    os.close(window)
+    assert process.wait(timeout=400) == 0
+    run_dir = metrics.parent
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert newest_checkpoint(run_dir) == last["step"] > 0
-    assert not in_session(process.pid, "")
+    assert json.loads((run_dir / "run.json").read_text())["attempts"][-1]["status"] == "stopped"
+    _none_is_left(process.pid)
 
 
 @pytest.mark.parametrize("nohup", [False, True])

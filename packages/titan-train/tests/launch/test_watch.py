@@ -154,7 +154,7 @@ def test_a_rank_whose_launcher_is_gone_ends_after_its_save(tmp_path, monkeypatch
     monkeypatch.setattr(orders, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     monkeypatch.setattr(orders, "os", SimpleNamespace(read=os.read, _exit=ended.append))
     monkeypatch.setattr(orders, "_request", lambda *_: None)
-    assert ends() == 500.0  # the save was over
+    assert ends() == 750.0  # a minute and two steps after the last look at the save
     assert ends() == 300.0  # a minute and two steps
     assert ended == [1, 1]
     os.close(reader)

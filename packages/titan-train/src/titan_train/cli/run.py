@@ -17,6 +17,7 @@ Running the same configuration again resumes it from its last finished checkpoin
 SIGUSR1 saves and continues. After a lost or hanging rank the run restarts, up to launch.max_restarts times.
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -237,7 +238,8 @@ def _supervise(run: _Run, lease: Lease, launcher: Launcher, before: "Before") ->
     try:
         return _finish(run, infos[-1], code, attempts_before)
     except OSError as err:  # the run is over, and what it saved is there
-        print(f"note     {err.filename or run_dir}: {err.strerror}; the report and run.json are not up to date")
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            print(f"note     {err.filename or run_dir}: {err.strerror}; the report and run.json are not up to date")
     return code
 
 

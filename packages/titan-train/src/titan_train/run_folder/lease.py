@@ -11,12 +11,13 @@ system's own, of a file written there now: the clocks of two hosts may differ by
 The other machines of a run have leases of their own, so that one command at a time is machine N.
 
 Time can deceive: an owner that was stopped, or cut off from the file system, may live on. So an owner reads its lease
-whenever it touches it and before every attempt, and stops if it names another one: who came last is in the right.
+whenever it touches it and before every attempt, and a command stops if it names another one: who came last is in the right.
 """
 
 import contextlib
 import errno
 import json
+import logging
 import os
 import platform
 import threading
@@ -33,6 +34,7 @@ from titan_train.child_processes import before_this_boot
 from titan_train.files import parse_json, read_text, write_atomic
 from titan_train.run_folder.place import check_run_folder
 
+_log = logging.getLogger(__name__)
 LEASE = "lease.json"
 TAKEN_OVER = 75
 """Exit code of a supervisor on Ray whose folder another one has taken over, its ranks with it."""
@@ -67,7 +69,13 @@ class Lease:
     """The right to write to a run's folder. Use it as a context manager, or call `release`."""
 
     def __init__(
-        self, run_dir: Path, *, chain: str = "", machine: int = 0, on_lost: Callable[[str], None] = lambda _: None
+        self,
+        run_dir: Path,
+        *,
+        chain: str = "",
+        machine: int = 0,
+        waits: bool = False,
+        on_lost: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Take the lease; the folder is made if it is missing.
 
@@ -77,6 +85,7 @@ class Lease:
                 this owner is gone. Empty: no such owner.
             machine: Be this machine of the run; 0 supervises, and has the folder's lease. The others wait for the end of an owner
                 on another host: with a job that was put back into a queue, machine 0 comes back at once.
+            waits: Wait so, too, as machine 0 of a run that something starts again at once.
             on_lost: Called once, by any thread, with a message for the user when another run has taken the folder over.
 
         Raises:
@@ -90,13 +99,14 @@ class Lease:
         self._owner = _Owner(Process.of(os.getpid()), time.time(), chain=chain)
         run_dir.mkdir(parents=True, exist_ok=True)
         check_run_folder(run_dir)
-        until = time.monotonic() + (_DEAD_S + _TOUCH_S if machine else 0.0)
+        until = time.monotonic() + (_DEAD_S + _TOUCH_S if machine or waits else 0.0)
         waiting = False
         while (owner := self._take()) is not None:
             if owner.process.local or time.monotonic() >= until:
                 raise ValueError(_refusal(run_dir, owner, machine))
             if not waiting:
-                print(f"waiting  machine {machine} was {owner.who}: two minutes show whether it lives", flush=True)
+                what = f"machine {machine} was" if machine else f"{run_dir} was in use by"
+                print(f"waiting  {what} {owner.who}: two minutes show whether it lives", flush=True)
             waiting = True
             time.sleep(_RETRY_S)
         self._released = threading.Event()
@@ -193,12 +203,16 @@ class Lease:
 def lease_of_program(run_dir: Path) -> Lease | None:
     """The lease of a run that no command started; None if this process has it already.
 
+    A program is not ended when another run takes the folder over; its log says so.
+
     Raises:
         ValueError: As `Lease`.
         OSError: As `Lease`.
     """
     owner = _read(run_dir / LEASE)
-    return None if owner is not None and owner.process == Process.of(os.getpid()) else Lease(run_dir)
+    if owner is not None and owner.process == Process.of(os.getpid()):
+        return None
+    return Lease(run_dir, waits=True, on_lost=_log.error)
 
 
 def is_held(run_dir: Path) -> bool:

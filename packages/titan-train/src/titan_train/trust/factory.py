@@ -42,7 +42,7 @@ def use_code(names: Sequence[str]) -> tuple[str, ...]:
 
     Args:
         names: Of ``--code``: folders; files, which stand for their folder; or top-level names of installed packages. A
-            package's folder with the name of an installed package is both.
+            package's folder stands for the package if it is installed from there, and for both if from elsewhere.
 
     Returns:
         The same as absolute paths and names.
@@ -63,9 +63,11 @@ def use_code(names: Sequence[str]) -> tuple[str, ...]:
             found.append(name)
             continue
         folder = str((path if path.is_dir() else path.parent).resolve())
-        if name.isidentifier() and (path / "__init__.py").is_file() and _is_elsewhere(name, folder):
+        if name.isidentifier() and (path / "__init__.py").is_file() and (spec := _find(name)) is not None:
             _add_to(SOURCE_ONLY, name)
             found.append(name)
+            if folder in (str(Path(place).resolve()) for place in spec.submodule_search_locations or ()):
+                continue  # its modules are the package's, none a top-level one that could hide Python's own
         if folder not in sys.path:
             sys.path.append(folder)
         for variable in ("PYTHONPATH", SOURCE_ONLY):  # for ranks, which are new interpreters
@@ -198,14 +200,6 @@ def _is_trusted(top: str, spec: ModuleSpec) -> bool:
         return True
     places = [Path(place) for place in spec.submodule_search_locations or [spec.origin or "nowhere"]]
     return all(str(place.resolve()) in named or str(place.parent.resolve()) in named for place in places)
-
-
-def _is_elsewhere(package: str, folder: str) -> bool:
-    """Whether a package of this name is installed from another place than this folder."""
-    spec = _find(package)
-    return spec is not None and folder not in [
-        str(Path(place).resolve()) for place in spec.submodule_search_locations or ()
-    ]
 
 
 def _add_to(variable: str, word: str) -> None:

@@ -132,8 +132,9 @@ def remember_code(run_dir: Path, record: CodeRecord | None) -> None:
 def remember_named_code(run_dir: Path, model_name: str) -> None:
     """`remember_code` of what was named to `use_code` in this process: the record of a run that a program makes."""
     if names_code(model_name):
-        named = tuple(listed(SOURCE_ONLY))
-        remember_code(run_dir, CodeRecord(model_name, named, _source_hash(model_name, named)))
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            named = tuple(listed(SOURCE_ONLY))
+            remember_code(run_dir, CodeRecord(model_name, named, _source_hash(model_name, named)))
 
 
 def _recall(run_dir: Path) -> CodeRecord | None:

@@ -79,11 +79,17 @@ def _listen(descriptor: int, dump: Callable[[], None], ready: threading.Event, h
                 _request(signal.SIGTERM if order is Order.STOP else signal.SIGUSR1, ready)
     # The launcher is gone: save and stop; where that cannot be (a peer is gone too), end.
     _request(signal.SIGTERM, ready)
-    beat = heartbeat.last()
-    end = time.monotonic() + _ORPHAN_GRACE_S + 2 * (beat.step_s if beat is not None else 0.0)
-    while time.monotonic() < end or _is_busy(heartbeat):
+    end = time.monotonic() + _grace_s(heartbeat)
+    while time.monotonic() < end:
+        if _is_busy(heartbeat):  # the first step after a validation is the one that sees the request
+            end = time.monotonic() + _grace_s(heartbeat)
         time.sleep(_LOOK_S)
     os._exit(1)
+
+
+def _grace_s(heartbeat: Heartbeat) -> float:
+    beat = heartbeat.last()
+    return _ORPHAN_GRACE_S + 2 * (beat.step_s if beat is not None else 0.0)
 
 
 def _is_busy(heartbeat: Heartbeat) -> bool:

@@ -104,8 +104,9 @@ def _run_and_exit(job: RankJob, listener: socket.socket | None) -> None:
     except BaseException as err:  # of any kind: the supervisor reports it
         write_failure(run_dir, rank, err, trained=ready.is_set())
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a terminal that was closed
+                stream.flush()
         with contextlib.suppress(
             Exception
         ):  # named semaphores (tqdm's, which torch.compile imports) would be called leaked
