@@ -89,7 +89,9 @@ def load_installed_families() -> None:
             try:
                 entry.load()
             except Exception as err:
-                _logger.warning("schedules of %s (entry point %s) could not be loaded: %s", entry.value, entry.name, err)
+                _logger.warning(
+                    "schedules of %s (entry point %s) could not be loaded: %s", entry.value, entry.name, err
+                )
 
 
 def build_schedule(
