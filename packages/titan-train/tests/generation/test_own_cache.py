@@ -138,3 +138,19 @@ def test_a_compiled_step_is_refused(tmp_path: Path) -> None:
     model = build(hf_folders.make(tmp_path / "granite", "granitemoehybrid"))
     with pytest.raises(ValueError, match="compiled=False for a model that keeps another cache"):
         generate(model, prompts([5]), max_new_tokens=2, compiled=True)
+
+
+def test_a_folder_like_roberta_is_served_to_its_last_position(tmp_path: Path) -> None:
+    """Two rows of its embedding are no token's: positions are counted behind that of padding."""
+    import transformers
+
+    config = transformers.RobertaConfig(
+        vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=18, is_decoder=True,
+    )  # fmt: skip
+    transformers.RobertaForCausalLM(config).save_pretrained(tmp_path)
+    model, (given,) = _of_transformers(HfModel(tmp_path)), prompts([12])
+    assert model.max_seq_len == 16
+    assert len(generate(model, [given], max_new_tokens=4)[0]) == 4
+    with pytest.raises(ValueError, match="has learned 16"):
+        generate(model, [given], max_new_tokens=5)

@@ -292,6 +292,16 @@ def test_a_text_begins_as_with_transformers(single, settings, documents, folder,
     assert adds_bos(folder) == documents == (before == [1])
 
 
+@pytest.mark.parametrize("kind", ["RobertaProcessing", "BertProcessing"])
+def test_a_text_begins_with_the_token_of_classes_where_the_library_puts_it(kind, folder, byte_level):
+    made = tokenizers.Tokenizer.from_str(byte_level)
+    made.post_processor = getattr(tokenizers.processors, kind)(("<|im_end|>", 2), ("<|im_start|>", 1))
+    (folder / "tokenizer.json").write_text(made.to_str())
+    made.no_truncation()
+    made.no_padding()
+    assert ids_before_text(folder) == [1] == made.encode("a b").ids[:1]
+
+
 @pytest.mark.parametrize("settings", [None, {}, {"add_bos_token": False}, {"add_bos_token": True}])
 def test_a_folder_with_tokenizer_model_alone_says_by_a_field_how_texts_begin(settings, tmp_path):
     (tmp_path / "tokenizer.model").touch()

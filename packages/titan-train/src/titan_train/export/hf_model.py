@@ -54,19 +54,19 @@ class HfModel:
         _check_complete(folder, report)
         _check_dtypes(folder, files, loaded)
         self.module: Any = loaded.eval() if how else loaded.eval().float()
-        self._positions = None if seeing else learned_positions(loaded)  # those of patches are others
+        self.positions = None if seeing else learned_positions(loaded)  # those of patches are others
         self._tokenizer: Any = None
         if (folder / "tokenizer.json").is_file():
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        check_positions(tokens.shape[1], self._positions)
+        check_positions(tokens.shape[1], self.positions)
         with torch.no_grad():
             return self.module(tokens).logits.float()
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The most likely tokens after a prompt, by transformers' own ``generate``."""
-        check_positions(len(prompt) + count - 1, self._positions)  # the last token is not read
+        check_positions(len(prompt) + count - 1, self.positions)  # the last token is not read
         return self.module.generate(
             torch.tensor([list(prompt)]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
             max_new_tokens=count, min_new_tokens=count, eos_token_id=None, pad_token_id=0,

@@ -144,5 +144,7 @@ def _of_transformers(exported: HfModel) -> ServedModel:
 
     config = model.config.get_text_config()
     limit = next((int(found) for name in _POSITIONS if (found := getattr(config, name, None))), None)
+    if limit is not None and exported.positions is not None:
+        limit = min(limit, exported.positions)  # RoBERTa's number counts two rows that no token takes
     limits = tuple(short_ropes(config))
     return ServedModel(step, lambda length: None, max_seq_len=limit, device=device, rope_limits=limits)

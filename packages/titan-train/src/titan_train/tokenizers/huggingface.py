@@ -309,6 +309,8 @@ def _begin(folder: Path) -> tuple[list[int], int | None]:
     found: list[int] = []
     post = content.get("post_processor") or {}
     for processor in post.get("processors", [post]):
+        if processor.get("type") in ("RobertaProcessing", "BertProcessing"):
+            found.append(int(processor["cls"][1]))
         if processor.get("type") != "TemplateProcessing":
             continue
         for part in processor["single"]:
