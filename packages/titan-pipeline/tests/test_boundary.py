@@ -22,8 +22,10 @@ from titan_pipeline.runtime import (  # noqa: E402
     ThreadHub,
     TorchStage,
     host_transport,
+    register_structure,
 )
 from titan_pipeline.runtime.transport.messages import decode_header, encode_header, specs_of, with_structure  # noqa: E402
+from titan_pipeline.runtime.transport.plain import decode, encode  # noqa: E402
 from titan_pipeline.runtime.transport.tree import TensorTree  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -324,3 +326,13 @@ def test_metrics_may_be_any_kind_of_dict(metrics):
         assert vars(got) == vars(metrics) if hasattr(metrics, "__dict__") else got.default_factory is list
     assert metrics["sums"][0].requires_grad
     assert not got["sums"][0].requires_grad
+
+
+@pytest.mark.parametrize("kind", [collections.defaultdict, Named, collections.Counter, Attributes])
+def test_any_kind_of_dict_crosses_between_ranks_once_its_class_is_registered(kind):
+    register_structure(kind)
+    given = Named("rows") if kind is Named else kind()
+    given["rows"] = 3
+    got, flags = decode(encode(given, [True]))
+    assert (type(got), dict(got), flags) == (kind, {"rows": 3}, [True])
+    assert kind is not Attributes or vars(got) is got

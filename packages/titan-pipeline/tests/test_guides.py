@@ -75,6 +75,11 @@ def test_a_family_with_a_choice_of_chunks_is_given_their_number(monkeypatch):
     monkeypatch.setitem(FAMILIES, "few", ScheduleFamily(interleaved_1f1b, (1, 4), False, ""))
     assert build_schedule("few", 2, 4, num_chunks=3).num_chunks == 3
     assert build_schedule("few", 2, 4).num_chunks == 1
+    for_costs = ScheduleFamily(
+        lambda p, m, chunks, costs, limit: interleaved_1f1b(p, m, chunks), (1, 4), False, "", True
+    )
+    monkeypatch.setitem(FAMILIES, "few_for_costs", for_costs)
+    assert build_schedule("few_for_costs", 2, 4, num_chunks=3).num_chunks == 3
     with pytest.raises(ValueError, match="few has 1 to 4 stage"):
         build_schedule("few", 2, 4, num_chunks=5)
 

@@ -1,5 +1,6 @@
 """A suspect step is computed again: what the verdict is for each fault, and that it changes nothing else."""
 
+import dataclasses
 import json
 import math
 import random
@@ -78,6 +79,28 @@ def lent(_):
 def test_the_neighbour_gets_a_batch_whose_target_has_parts(folder):
     ranks = run_ranks(lent, 2, folder)
     assert ranks == [[[there] * 2] * 3 + [[there + 2] * 2] for there in (1.0, 0.0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    tokens: torch.Tensor
+    boundaries: np.ndarray | None
+
+
+def boundaries_of_the_neighbour(_):
+    import torch.distributed as dist
+
+    rank, device = dist.get_rank(), torch.device("cpu")
+    mine = Packed(torch.tensor([rank]), np.array([0, 3], np.int32) if rank == 0 else None)
+    ((got,), _) = neighbours_batches([mine], RandomState(device), dist.group.WORLD, device)
+    found = got.boundaries
+    return got.tokens.tolist(), None if found is None else (found.dtype.name, found.tolist())
+
+
+def test_the_neighbour_gets_numpys_arrays_as_they_were(folder):
+    """Context parallelism cuts packed rows by boundaries on the host, which one of the two ranks may lack."""
+    ranks = run_ranks(boundaries_of_the_neighbour, 2, folder)
+    assert ranks == [([1], None), ([0], ("int32", [0, 3]))]
 
 
 def test_a_step_that_was_wrong_once_is_made_as_if_nothing_had_happened(folder):

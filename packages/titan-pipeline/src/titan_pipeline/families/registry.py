@@ -21,8 +21,8 @@ class ScheduleFamily:
     """What a family accepts."""
 
     make: Callable[..., Schedule]
-    """Called with ranks and microbatches; with chunks too if ``chunks`` leaves a choice, with costs and memory limit
-    instead if ``takes_costs``."""
+    """Called with ranks and microbatches; then chunks if ``chunks`` leaves a choice, then costs and memory limit if
+    ``takes_costs``."""
     chunks: tuple[int, int | None]
     """Fewest and most stages per rank; None for no upper end."""
     splits_backward: bool
@@ -130,13 +130,12 @@ def build_schedule(
             f"num_chunks={num_chunks}: {name} has {wanted} stage(s) per rank. Use that, or interleaved_1f1b, "
             "looped_bfs or interleaved_zb, which take any number."
         )
+    chosen = () if low == high else (num_chunks,)
     if family.takes_costs:
-        return family.make(num_ranks, num_microbatches, costs, mem_limit)
+        return family.make(num_ranks, num_microbatches, *chosen, costs, mem_limit)
     if costs is not None or mem_limit is not None:
         adapting = ", ".join(n for n, f in FAMILIES.items() if f.takes_costs)
         raise ValueError(
             f"{name} has a fixed order; only {adapting} takes costs and mem_limit. Use solve() to search for both."
         )
-    if low != high:
-        return family.make(num_ranks, num_microbatches, num_chunks)
-    return family.make(num_ranks, num_microbatches)
+    return family.make(num_ranks, num_microbatches, *chosen)

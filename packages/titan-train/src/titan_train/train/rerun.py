@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -274,6 +275,7 @@ def _badness(loss: float) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
+_ARRAY = "numpy.ndarray"
 _BATCH = ("inputs", "keywords", "target", "samples_consumed")
 
 
@@ -285,7 +287,9 @@ def _names(batch: TaskBatch) -> Sequence[str]:
 
 
 def _sent(value: Any) -> Any:
-    """A field as `gather_values` takes it: a NamedTuple, such as a target, as a tuple."""
+    """A field as `gather_values` takes it: a NamedTuple, such as a target, as a tuple, and numpy's array as a tensor."""
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: torch.from_numpy(value)}
     return tuple(value) if pytree.is_namedtuple_instance(value) else value
 
 
@@ -296,6 +300,8 @@ def _like(batch: TaskBatch, values: dict[str, Any], device: torch.device) -> Tas
         kind = type(getattr(batch, name))
         if pytree.is_namedtuple_class(kind):
             moved[name] = kind(*moved[name])
+        if isinstance(values[name], dict) and _ARRAY in values[name]:
+            moved[name] = values[name][_ARRAY].numpy()
     if dataclasses.is_dataclass(batch):
         return dataclasses.replace(cast("Any", batch), **moved)
     return TensorBatch(**moved)

@@ -33,7 +33,8 @@ _registered: dict[str, type[Any]] = {}
 def register_structure(kind: type[_T]) -> type[_T]:
     """Let objects of a class cross between ranks: call it on every rank, or decorate the class with it.
 
-    Only the class's fields travel. The receiving rank calls the class with them.
+    Only the class's fields travel. The receiving rank calls the class with them; a dict class is made without a call, and has
+    the items, but no attributes and no default factory.
 
     Args:
         kind: A dataclass, a named tuple, or a mapping or sequence that is made from a dict or a list.
@@ -87,16 +88,25 @@ def rebuilt(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
         if not isinstance(value, dict):
             return cast(Any, type(value))(items)
         made = copy.copy(cast(dict[Any, Any], value))  # a defaultdict is not made from a dict
-        if getattr(value, "__dict__", None) is value:  # whose items are its attributes too
-            made.__dict__ = made
-        for k, v in items.items():
-            made[k] = v
-        return made
+        return _filled(made, items, attributes=_has_attributes(value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return cast(Any, type(value))(*(rebuilt(v, kind, by) for v in cast(tuple[Any, ...], value)))
     if isinstance(value, tuple | list):
         return cast(Any, type(value))(rebuilt(v, kind, by) for v in cast(tuple[Any, ...], value))
     return value
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether a dict's items are its attributes too."""
+    return getattr(value, "__dict__", None) is value
+
+
+def _filled(made: dict[Any, Any], items: dict[Any, Any], *, attributes: bool) -> Any:
+    if attributes:
+        made.__dict__ = made
+    for k, v in items.items():
+        made[k] = v
+    return made
 
 
 def _encoded(value: Any, where: str) -> Any:
@@ -128,13 +138,13 @@ def _encoded(value: Any, where: str) -> Any:
         parts: Any = {f.name: getattr(value, f.name) for f in dataclasses.fields(kind) if f.init}
     else:
         parts = dict(cast(Mapping[Any, Any], value)) if isinstance(value, Mapping) else list(value)
-    return [_name(kind), _encoded(parts, where)]
+    return [_name(kind), _encoded(parts, where), _has_attributes(value)]
 
 
 def _decoded(value: Any) -> Any:
     if not isinstance(value, list):
         return value
-    name, body = cast(list[Any], value)
+    name, body, *attributes = cast(list[Any], value)
     if name == "bytes":
         return bytes.fromhex(body)
     if name == "device":
@@ -157,6 +167,8 @@ def _decoded(value: Any) -> Any:
     parts = _decoded(body)
     if dataclasses.is_dataclass(kind):
         return kind(**parts)
+    if issubclass(kind, dict):
+        return _filled(cast(Any, kind).__new__(kind), parts, attributes=any(attributes))
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
