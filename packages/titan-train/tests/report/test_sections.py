@@ -140,6 +140,25 @@ def test_a_lost_attempt_names_the_one_that_went_on(make_run, supervised):
     assert (found.step, found.then) == (22, "continued from step 20 on 3 ranks")
 
 
+def test_a_killed_attempt_that_no_supervisor_saw_stays_a_fault_when_the_next_one_ends(make_run):
+    run_dir = make_run(40, status=None)
+    lost = {
+        "status": "killed",
+        "started": "2020-01-01T00:00:00+00:00",
+        "to_step": None,
+        "from_step": 0,
+        "world_size": 4,
+    }
+    again = {"status": "finished", "started": "2020-01-01T01:00:00+00:00", "from_step": 20, "world_size": 3}
+    info = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps(info | {"attempts": [lost, again]}))
+    ended = datetime.fromisoformat("2020-01-01T02:00:00+00:00").timestamp()
+    line = {"attempt": 0, "time": ended, "world_size": 3, "from_step": 20, "to_step": 40, "end": "finished"}
+    (run_dir / "attempts.jsonl").write_text(json.dumps(line) + "\n")
+    (found,) = faults(read_folder(run_dir))
+    assert (found.cause, found.then) == ("killed", "continued from step 20 on 3 ranks")
+
+
 def test_the_ranks_are_drawn_and_cpus_have_no_nvlink(make_run):
     drawing = draw_layout(configure(make_run(5), 4, parallel={"tp": 2}))
     assert "dp_shard=2 x tp=2 on 4 ranks" in drawing.svg

@@ -13,6 +13,7 @@ _FAULTY = re.compile(
     r"nonfinite|fault|straggler|slow|imbalance|unbalanced|spike|rerun|verdict|(?<!c)hang|passed_over|failed|lost|retry|oom"
 )
 _MOST = 100
+_ENDED = ("finished", "stopped", "failed", "killed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +36,13 @@ def faults(folder: RunFolder) -> list[FaultRow]:
 
 
 def _attempts(folder: RunFolder) -> list[FaultRow]:
-    ends, starts = read_ends(folder.path), folder.attempts
-    if ends:  # the one under way, if there is one, is in run.json alone
-        pairs = list(zip(ends, [*ends[1:], _started_after(ends[-1], starts)], strict=True))
-    else:  # not supervised: what run.json says
-        pairs = [
-            ({"end": a.get("error") or a.get("status"), "to_step": a.get("to_step"), "time": a.get("ended")}, after)
-            for a, after in zip(starts, [*starts[1:], None], strict=False)
-            if a.get("status") in ("failed", "killed")
-        ]
+    starts, ended = folder.attempts, _ended(folder)
+    afters = [end for _, end in ended[1:]]
+    if ended:  # the one under way, if there is one, has no end
+        afters.append(next((a for a in starts if ended[-1][0] < began_at(a) < math.inf), None))
     running = folder.status == "running"
     found: list[FaultRow] = []
-    for end, after in pairs:
+    for (_, end), after in zip(ended, afters, strict=True):
         text = str(end.get("end"))
         if text in ("finished", "stopped"):
             continue
@@ -73,7 +69,18 @@ def _events(folder: RunFolder) -> list[FaultRow]:
     return found
 
 
-def _started_after(end: dict[str, Any], attempts: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The attempt that followed one that ended then."""
-    ended = end.get("time")
-    return next((a for a in attempts if isinstance(ended, int | float) and ended < began_at(a) < math.inf), None)
+def _ended(folder: RunFolder) -> list[tuple[float, dict[str, Any]]]:
+    """Ends of attempts, in order of the times beside them: the supervisor's lines, and those of run.json that it did not see."""
+    lines = [(_seconds(end.get("time")), end) for end in read_ends(folder.path)]
+    found, began = list(lines), [began_at(attempt) for attempt in folder.attempts]
+    for attempt, since, until in zip(folder.attempts, began, [*began[1:], math.inf], strict=False):
+        status = attempt.get("status")
+        if status not in _ENDED or any(since <= time < until for time, _ in lines):
+            continue
+        end = attempt.get("error") if status in ("failed", "killed") else None
+        found.append((since, {**attempt, "end": end or status, "time": attempt.get("ended")}))
+    return sorted(found, key=lambda entry: entry[0])
+
+
+def _seconds(time: Any) -> float:
+    return float(time) if isinstance(time, int | float) else math.inf
