@@ -200,6 +200,39 @@ def test_messages_of_another_shape_and_tools_reach_the_template():
         assert document.text == '[{"name": "f"}]user=a;assistant=b;'
 
 
+IGNORES = (
+    "{% for m in messages %}<start>{{ m.role }}\n{{ m['content'] | trim }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+MARKED = "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}<end>{% endgeneration %}{% endfor %}"
+
+
+@pytest.mark.parametrize("ignores", [IGNORES, MARKED])
+@pytest.mark.parametrize(
+    "calls",
+    [
+        {"tool_calls": [{"type": "function", "function": {"name": "weather_of", "arguments": {}}}]},
+        {"tool_calls": [{"name": "weather_of", "arguments": "{}"}]},
+        {"function_call": {"name": "weather_of", "arguments": "{}"}},
+    ],
+)
+def test_a_call_that_a_template_leaves_out_is_refused(ignores, calls):
+    messages = [*talk("weather?", "Where?", "Here"), {"role": "assistant", **calls}]
+    with pytest.raises(ValueError, match="message 4 calls the function 'weather_of', which the chat template does not"):
+        Conversations(ChatTemplate(ignores, {})).document(messages, {}, 1)
+    (key,) = calls
+    writes = ignores.replace("<end>", "{{ m.%s | tojson if m.%s }}<end>" % (key, key))  # noqa: UP031
+    document = Conversations(ChatTemplate(writes, {})).document(messages, {}, 1)
+    start, end = document.spans[-1]
+    assert "weather_of" in document.text[start:end]
+
+
+def test_a_call_is_not_written_where_another_turn_names_its_function():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "search"}}]}
+    with pytest.raises(ValueError, match="message 2 calls the function 'search'"):
+        Conversations(ChatTemplate(IGNORES, {})).document([*talk("search it"), call], {}, 1)
+
+
 def test_only_templates_that_read_reasoning_prepare_tokens_anew():
     source = SourceConfig(name="chats", kind="jsonl", paths=("a",), messages_key="messages")
     texts = [BUILT_IN["chatml"], "{{ messages[0].thinking }}"]

@@ -137,7 +137,10 @@ def test_a_built_in_template_writes_the_text_of_parts_and_refuses_what_it_would_
     in_parts = [*TALK[:2], {"role": "assistant", "content": parts}]
     assert answers(template, in_parts) == answers(template, TALK[:3])
     call = {"function": {"name": "f", "arguments": "{}"}}
-    for said in ({"content": None, "tool_calls": [call]}, {"content": "I look", "tool_calls": [call]}, {"content": []}):
+    for said in (
+        {"content": None, "tool_calls": [call]}, {"content": "I look", "tool_calls": [call]}, {"content": []},
+        {"content": "", "function_call": call["function"]},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=r"message 3 holds more than text, or none"):
             template.render_spans([*TALK[:2], {"role": "assistant", **said}])
     with pytest.raises(ValueError, match="message 1 holds more"):

@@ -137,14 +137,17 @@ class ChatTemplate:
 
         Raises:
             ValueError: As `render`; or no turn is the assistant's; or the template changes earlier turns and has no
-                generation block.
+                generation block; or it does not write the name of a function that a turn calls.
         """
         if tools and self.tool_use:
             return self._with_tools.render_spans(messages, tools=tools)
         if not any(message.get("role") == "assistant" for message in messages):
             raise ValueError("no message has the role 'assistant', so there is nothing to learn")
         if self.marks_answers:
-            return _split_marks(self._render(messages, tools, False, None, {}))
+            rendered = _split_marks(self._render(messages, tools, False, None, {}))
+            for number, message in enumerate(messages, start=1):
+                _check_calls(number, message, rendered.text)
+            return rendered
         whole = self.render(messages, tools=tools)
         spans: list[tuple[int, int]] = []
         for number, message in enumerate(messages):
@@ -158,6 +161,7 @@ class ChatTemplate:
                     "the assistant wrote cannot be told apart. Put {% generation %} and {% endgeneration %} around it in a "
                     "copy of the template, and set tokenizer.chat_template to that file"
                 )
+            _check_calls(number + 1, message, after[len(before) :])
             spans.append((len(before), self._answer_end(after, len(before))))
         return RenderedChat(whole, tuple(spans))
 
@@ -214,12 +218,27 @@ def _text_alone(number: int, message: Message) -> Message:
     content = message.get("content")
     parts = cast("list[Any]", content if isinstance(content, list) else [content])
     texts: list[Any] = [cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else part for part in parts]
-    if message.get("tool_calls") or not texts or not all(isinstance(text, str) for text in texts):
+    calls = message.get("tool_calls") or message.get("function_call")
+    if calls or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(
             f"message {number} holds more than text, or none, which the built-in chat templates do not write. Set "
             "tokenizer.chat_template to a Jinja file that does"
         )
     return {**message, "content": "".join(texts)}
+
+
+def _check_calls(number: int, message: Message, text: str) -> None:
+    """Raise ValueError if a function that the message calls is not named in the text that the template wrote."""
+    listed = message.get("tool_calls")
+    calls = [*(cast("list[Any]", listed) if isinstance(listed, list) else []), message.get("function_call")]
+    for call in (cast("dict[str, Any]", call) for call in calls if isinstance(call, dict)):
+        function = call.get("function")
+        name = (cast("dict[str, Any]", function) if isinstance(function, dict) else call).get("name")
+        if isinstance(name, str) and name not in text:
+            raise ValueError(
+                f"message {number} calls the function {name!r}, which the chat template does not write, so the call would be "
+                "lost. Set tokenizer.chat_template to a Jinja file that writes calls"
+            )
 
 
 def answer_stops(tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[tuple[int, ...], tuple[str, ...]]:
