@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -16,11 +17,12 @@ from titan_testing import run_ranks
 from titan_train.cli import main
 from titan_train.eval.model import EvalModel, eval_model_of, load_eval_model
 from titan_train.eval.perplexity import perplexity, rolling_windows, score
-from titan_train.eval.ranks import Ranks
+from titan_train.eval.ranks import Ranks, join_ranks
 from titan_train.export import hf_folder
 from titan_train.export.run import export_run
 from titan_train.export.tokenizer_json import folder_text
 from titan_train.generation import LoadedRun, load_run
+from titan_train.run_folder import checkpoint_folders
 from titan_train.tokenizers import ChatTemplate
 from titan_train.tokenizers.chat_template import BUILT_IN
 
@@ -106,6 +108,20 @@ def test_an_answer_ends_where_the_template_ends_it(
     assert asked["stop_ids"] == [run.tokenizer.eos_id, run.tokenizer.pad_id]
 
 
+def test_an_answer_ends_at_a_word_of_the_template(
+    loaded_run: Callable[..., LoadedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    from titan_train.eval.harness import HarnessModel
+
+    run = loaded_run("gpt_debug")
+    template = ChatTemplate.of(run.tokenizer, BUILT_IN["chatml"])
+    monkeypatch.setattr("titan_train.eval.model.generate", lambda *given, **options: [[*b"a<|im_end|>b"]])
+    model = HarnessModel(eval_model_of(replace(run, template=template), "tiny"))
+    requests = [SimpleNamespace(args=("q", {"max_gen_toks": 20, **until})) for until in ({"until": "b"}, {})]
+    assert model.generate_until(requests) == ["a", "a"]
+
+
 def test_scores_are_those_of_a_plain_forward_whatever_the_batch(folder: Path) -> None:
     run = load_run(trained(folder, "qwen3_debug", rope_theta=5000.0), device="cpu")
     model = eval_model_of(run, "tiny")
@@ -133,7 +149,7 @@ def test_an_export_with_a_published_tokenizer_reads_as_many_tokens_at_once_as_th
     pytest.importorskip("transformers")
     export_run(trained(folder, "qwen3_debug", rope_theta=5000.0), tmp_path / "first", gate=False)
     file = tmp_path / "first" / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": int(1e30)}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 32}))
     tokenizer = {"kind": "hf", "path": str(tmp_path / "first")}
     run_dir = trained(folder, "qwen3_debug", tokenizer=tokenizer, rope_theta=5000.0)
     export_run(run_dir, tmp_path / "second", gate=False)
@@ -145,6 +161,9 @@ def test_an_export_with_a_published_tokenizer_reads_as_many_tokens_at_once_as_th
     assert load_eval_model(tmp_path / "longer", device="cpu").max_length == 64
     config = tmp_path / "second" / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 64,', ""))
+    assert load_eval_model(tmp_path / "second").max_length == 32
+    file = tmp_path / "second" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": int(1e30)}))
     with pytest.raises(ValueError, match=r"does not say how many tokens its model reads at once\. Set --max-length"):
         load_eval_model(tmp_path / "second")
     (tmp_path / "second" / "export.json").write_text(
@@ -256,6 +275,22 @@ def numbers(value: object) -> list[object]:
     if isinstance(value, list | tuple):
         return [leaf for item in value for leaf in numbers(item)]
     return [float(value)] if isinstance(value, str) and value[:1] in "-0123456789" else [value]
+
+
+def named_on_ranks(run_dir: Path) -> str:
+    with join_ranks() as ranks:
+        return load_eval_model(run_dir, device="cpu", ranks=ranks).name
+
+
+def test_ranks_pass_over_a_damaged_checkpoint_together(folder: Path, tmp_path: Path) -> None:
+    run_dir = trained(folder, "gpt_debug", run="twice", steps=2, checkpoint={"every": 1})
+    run_dir = shutil.copytree(run_dir, tmp_path / "run")
+    newest = max(checkpoint_folders(run_dir).items())[1]
+    largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[: len(content) // 2] = bytes(byte ^ 1 for byte in content[: len(content) // 2])
+    largest.write_bytes(content)
+    assert run_ranks(named_on_ranks, 2, run_dir) == ["run, step 1"] * 2
 
 
 def test_the_command_gives_the_same_for_a_run_its_export_and_two_ranks(

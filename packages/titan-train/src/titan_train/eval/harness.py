@@ -74,7 +74,7 @@ class HarnessModel(TemplateLM):
                 )
             text = self.model.decode(self.model.greedy(self.tok_encode(context)[-room:], count))
             until = settings.get("until") or []
-            for word in [until] if isinstance(until, str) else until:
+            for word in [*([until] if isinstance(until, str) else until), *self.model.end_words]:
                 text = text.split(word)[0] if word else text
             found.append(text)
         return found

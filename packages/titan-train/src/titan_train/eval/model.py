@@ -15,9 +15,7 @@ from titan_train.export.step_model import DESCRIPTION
 from titan_train.export.tokenizer_json import folder_ids, ids_until, special_tokens
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, generate, load_run
-from titan_train.generation.run import saved_step
 from titan_train.models.traits import traits_of
-from titan_train.run_folder import read_config
 from titan_train.tokenizers import HfTokenizer
 from titan_train.tokenizers.chat_template import answer_stops
 from titan_train.tokenizers.huggingface import ids_before_text
@@ -44,26 +42,14 @@ class EvalModel:
     """What the tokenizer puts before a text where special tokens are asked for."""
     begin_name: str = ""
     """Begins a text that has them already."""
+    end_words: Sequence[str] = ()
+    """Words that end an answer, and are no tokens of their own."""
     device: torch.device | None = None
     """Where tokens go; None is the CPU."""
 
     def encode_begun(self, text: str) -> list[int]:
         """A text's ids behind `begin_ids`, once."""
         return [*self.begin_ids, *self.encode(text.removeprefix(self.begin_name))]
-
-
-def step_of_all(folder: Path, step: int | None, ranks: Ranks) -> int | None:
-    """The checkpoint of a run that all ranks take, though the run may save another meanwhile; as given for an exported folder.
-
-    Collective.
-
-    Raises:
-        ValueError: As of `load_run`.
-    """
-    if ranks.world_size == 1 or target_of(folder) is not None:
-        return step
-    read_config(folder)  # refuses what is no run's folder
-    return ranks.gather(saved_step(folder, step))[0]
 
 
 def load_eval_model(
@@ -74,8 +60,9 @@ def load_eval_model(
     device: str | None = None,
     trust_code: bool = False,
     code: Sequence[str] = (),
+    ranks: Ranks | None = None,
 ) -> EvalModel:
-    """Load a run's folder or an exported one.
+    """Load a run's folder or an exported one. Collective over ``ranks``.
 
     Args:
         folder: The folder.
@@ -85,6 +72,7 @@ def load_eval_model(
         device: Where a run's model goes; None takes a GPU if there is one.
         trust_code: As in `load_run`, and in `load_exported`.
         code: As in `load_run`.
+        ranks: All of them load the model, and take the same checkpoint, though the run may save another meanwhile.
 
     Raises:
         ValueError: It is neither, or cannot be loaded; ``step`` or ``code`` for an exported folder.
@@ -92,7 +80,8 @@ def load_eval_model(
     if target_of(folder) is not None:
         refuse_options_of_runs(folder, {"--step": step is not None, "--code": code})
         return _of_export(folder, max_length, trust_code)
-    run = load_run(folder, step=step, device=device, trust_code=trust_code, code=code)
+    peers = ranks.group if ranks is not None else None
+    run = load_run(folder, step=step, device=device, peers=peers, trust_code=trust_code, code=code)
     return eval_model_of(run, folder.resolve().name, max_length=max_length)
 
 
@@ -108,7 +97,8 @@ def eval_model_of(run: LoadedRun, name: str, *, max_length: int | None = None) -
     if learned is not None and length > learned:
         raise ValueError(f"max_length={length}, but the model has learned {learned} positions. Use at most {learned}.")
 
-    ends = [tokenizer.eos_id, *answer_stops(tokenizer, run.template)[0]]
+    stops, end_words = answer_stops(tokenizer, run.template)
+    ends = [tokenizer.eos_id, *stops]
 
     @torch.no_grad()
     def logits(tokens: Tensor) -> Tensor:
@@ -128,6 +118,7 @@ def eval_model_of(run: LoadedRun, name: str, *, max_length: int | None = None) -
         max_length=length,
         begin_ids=run.begin_ids,
         begin_name=special_tokens(tokenizer).get("bos_token", "") if run.begin_ids else "",
+        end_words=end_words,
         device=next(model.parameters()).device,
     )
 
@@ -170,10 +161,10 @@ def _of_export(folder: Path, max_length: int | None, trust_code: bool) -> EvalMo
 
 
 def _read_at_once(folder: Path, tokenizer: Mapping[str, Any]) -> int:
-    """The smallest of the lengths of the training, the model and its tokenizer, which may be absent or 1e30 for a published one.
+    """The smaller of the lengths of the training and the model; the tokenizer's only if the folder has neither.
 
     Raises:
-        ValueError: The folder names neither.
+        ValueError: The folder has none of them, or only 1e30 as published tokenizers have it.
     """
 
     def content(name: str) -> dict[str, Any]:
@@ -182,9 +173,10 @@ def _read_at_once(folder: Path, tokenizer: Mapping[str, Any]) -> int:
 
     config, written = content("config.json"), content(DESCRIPTION)
     config = config.get("text_config") or config
-    named = [config.get("max_position_embeddings"), config.get("n_positions"), tokenizer.get("model_max_length")]
+    named = [config.get("max_position_embeddings"), config.get("n_positions")]
     named += [written.get("seq_len"), written.get("max_positions")]
-    lengths = [int(value) for value in named if isinstance(value, int | float) and 0 < value < 2**31]
-    if not lengths:
-        raise ValueError(f"{folder} does not say how many tokens its model reads at once. Set --max-length.")
-    return min(lengths)
+    for values in (named, [tokenizer.get("model_max_length")]):
+        lengths = [int(value) for value in values if isinstance(value, int | float) and 0 < value < 2**31]
+        if lengths:
+            return min(lengths)
+    raise ValueError(f"{folder} does not say how many tokens its model reads at once. Set --max-length.")
