@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from titan_train.eval.model import EvalModel, load_eval_model, step_of_all
+from titan_train.eval.model import EvalModel, load_eval_model
 from titan_train.eval.perplexity import read_texts
-from titan_train.eval.ranks import Ranks
 from titan_train.export.hf_folder import write_tokenizer_files
 from titan_train.export.load import continue_text
 from titan_train.tokenizers import ByteTokenizer
@@ -66,16 +65,3 @@ def test_a_text_of_the_harness_begins_once_unless_special_tokens_are_refused():
     harness = HarnessModel(model)
     assert harness.tok_encode("ab") == harness.tok_encode("<bos>ab") == [256, *b"ab"]
     assert harness.tok_encode("<bos>", add_special_tokens=False) == list(b"<bos>")
-
-
-def test_ranks_take_the_checkpoint_that_the_first_one_sees(tmp_path, monkeypatch):
-    class Second(Ranks):
-        def gather(self, value):
-            return [40, value]
-
-    monkeypatch.setattr("titan_train.eval.model.read_config", lambda folder: None)
-    monkeypatch.setattr("titan_train.eval.model.saved_step", lambda folder, step: step or 50)
-    assert step_of_all(tmp_path, None, Second(1, 2)) == 40
-    assert step_of_all(tmp_path, None, Ranks()) is None
-    (tmp_path / "model.onnx").touch()
-    assert step_of_all(tmp_path, None, Second(1, 2)) is None

@@ -18,13 +18,14 @@ def trained(
     tokenizer: dict[str, object] | None = None,
     model: dict[str, object] | None = None,
     data: dict[str, object] | None = None,
+    checkpoint: dict[str, object] | None = None,
     **args: object,
 ) -> Path:
     """The folder of a run of a few large steps, so that logits differ from those of the first weights; of none, if 0.
 
     Tests that ask for the same settings share one run: its folder's parent is named by all that is asked.
     """
-    asked = json.dumps([name, run, steps, tokenizer, model, data, args], sort_keys=True)
+    asked = json.dumps([name, run, steps, tokenizer, model, data, checkpoint, args], sort_keys=True)
     runs = folder / "runs" / f"{zlib.crc32(asked.encode()):08x}"
     tree = {
         "run": {"dir": str(runs), "name": run or name},
@@ -39,6 +40,7 @@ def trained(
         "optimizer": {"lr": 1e-2},
         "schedule": {"warmup_steps": 0},
         "launch": {"device": "cpu"},
+        "checkpoint": checkpoint or {},
         "metrics": {"progress": "off", "report": False},
     }
     config = parse_config(tree)

@@ -57,18 +57,19 @@ def main(parser: CommandParser, words: Sequence[str]) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace, tasks: list[str], ranks: Any) -> dict[str, Any] | None:
-    from titan_train.eval.model import load_eval_model, step_of_all
+    from titan_train.eval.model import load_eval_model
     from titan_train.eval.perplexity import perplexity, read_texts
     from titan_train.eval.ranks import local_device
 
     texts = read_texts(arguments.text)
     model = load_eval_model(
         arguments.folder,
-        step=step_of_all(arguments.folder, arguments.step, ranks),
+        step=arguments.step,
         max_length=arguments.max_length,
         device=local_device(),
         trust_code=arguments.trust_code,
         code=arguments.code,
+        ranks=ranks,
     )
     results: dict[str, Any] = {"model": model.name, "max_length": model.max_length}
     if texts:

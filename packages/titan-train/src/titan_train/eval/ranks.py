@@ -32,6 +32,11 @@ class Ranks:
         dist.all_reduce(total)
         return total.tolist()
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Their process group; None of one rank."""
+        return None if self.world_size == 1 else dist.group.WORLD
+
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in their order; plain data only."""
         return [value] if self.world_size == 1 else gather_values(value)

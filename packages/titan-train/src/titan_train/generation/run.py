@@ -33,6 +33,7 @@ def load_run(
     step: int | None = None,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
+    peers: dist.ProcessGroup | None = None,
     trust_code: bool = False,
     code: Sequence[str] = (),
 ) -> LoadedRun:
@@ -44,6 +45,7 @@ def load_run(
         device: Where the weights go; None takes a GPU if there is one. "meta" reads no weights.
         group: Ranks that share every weight matrix (tensor parallelism), for models larger than one device. All of them
             call this and generate with the same arguments. None: this process holds the model, and waits for no other.
+        peers: Ranks that each hold the model, without ``group``, and take the same checkpoint; all of them call this.
         trust_code: Run the model code that the folder names, though this account has not run it with that very code. Read
             the code first: a run's folder can name any.
         code: Folders to import that code from, beside what is installed.
@@ -71,7 +73,7 @@ def load_run(
         )
     if torch.device(device).type == "meta":
         return LoadedRun(config, model.eval(), tokenizer, saved_step(run_dir, step), template, begin_ids=begin)
-    ranks = group or one_rank()
+    ranks = group or peers or one_rank()
     with Checkpointer(run_dir / "checkpoints", group=ranks) as checkpointer:
         state = TrainState(model=model, rng=False, shards=shards)
         found = restore_averaged(checkpointer, state, config, step, ranks)
