@@ -51,6 +51,7 @@ def started(folder: Path, terminal: int | None = None, **environment: str) -> su
 
 def _begin(terminal: int | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
     if terminal is not None:
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
