@@ -15,14 +15,15 @@ import pytest
 import torch
 from exported_runs import trained
 from safetensors.torch import load_file
-from titan_ckpt import Checkpointer, TrainState
+from titan_ckpt import Checkpointer, TrainState, export_hf
 from titan_train.cli import main
 from titan_train.config import dump_config
 from titan_train.config.model import ModelConfig
 from titan_train.config.recipe import AverageConfig
 from titan_train.export.aoti_folder import exported_step
 from titan_train.export.gate import Exported
-from titan_train.export.gguf.folder import check_gguf
+from titan_train.export.gguf.folder import _ARCHITECTURES, _filled, _kind, _sources, check_gguf, gguf_library
+from titan_train.export.job import Job, _round_weights
 from titan_train.export.load import load_exported
 from titan_train.export.run import export_run
 from titan_train.export.step_model import StepModel
@@ -167,6 +168,36 @@ def test_gguf_holds_narrow_weights(dtype: str, folder: Path, tmp_path: Path) -> 
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     assert kinds["blk.0.ffn_up.weight"] == {"bf16": "BF16", "q8_0": "Q8_0"}[dtype]
     assert kinds["blk.0.ffn_norm.weight"] == kinds["rope_freqs.weight"] == "F32"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "deepseek_v3"])
+def test_values_of_a_model_of_transformers_are_rounded_as_gguf_stores_them(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+    import hf_folders
+
+    dense = {"mlp_only_layers": []} if kind == "qwen3_moe" else {}  # llama.cpp has no name for a dense layer of it
+    base = hf_folders.make(tmp_path / "base", kind, num_hidden_layers=2, **dense)
+    model: Any = build_model(ModelConfig(name=f"hf:{base}", seq_len=32), vocab_size=96, device="cpu").requires_grad_(
+        False
+    )
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    run: Any = SimpleNamespace(model=model)
+    _round_weights(model, Job(run=run, step=base, name="", dtype="q8_0", max_shard_bytes=1, load=run))
+    names = model.own_family.load_hf()
+    with Checkpointer(tmp_path / "steps") as checkpointer:
+        checkpointer.save(1, TrainState(model=model, rng=False))
+        export_hf(checkpointer.path(1), tmp_path / "rounded", names=names.key_map, config=names.config_of(model.args))
+    gguf = gguf_library()
+    config = _filled(json.loads((tmp_path / "rounded" / "config.json").read_text()))
+    for key, source in _sources(tmp_path / "rounded", config, _ARCHITECTURES[config["model_type"]]):
+        values = source.read().float()
+        stored = _kind(gguf, key, source, "q8_0")
+        read = gguf.quants.dequantize(gguf.quants.quantize(values.numpy(), stored), stored)
+        torch.testing.assert_close(torch.from_numpy(read), values, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe_debug", "deepseek_debug"])

@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from titan_ckpt import Checkpointer, TrainState
+from titan_ckpt import Checkpointer, Pair, TrainState
 from titan_ckpt.interop.hf import ROUTING_BIASES
 from torch import nn
 
 from titan_train.export.float8 import float8_parameters
-from titan_train.export.gguf.folder import gguf_library
+from titan_train.export.gguf.folder import TRANSPOSED, gguf_library, stored_type
 from titan_train.export.hf_folder import DTYPES, ExportDtype
 from titan_train.files import read_toml
 from titan_train.generation import LoadedRun
@@ -128,13 +128,17 @@ def _family(run: LoadedRun) -> Family:
 def _round_weights(model: nn.Module, job: Job) -> None:
     """Give the model, in float32, the values that the artefacts store."""
     float8 = float8_parameters(job.run.model, job.family) if job.dtype == "float8" else frozenset[str]()
+    names: Any = None
+    if job.dtype == "q8_0":
+        model_args: Any = job.run.model.args
+        names = job.family.load_hf().names(model_args)
     for name, parameter in model.named_parameters():
         if name.endswith(ROUTING_BIASES):
             continue
         if name in float8:
             parameter.data = _through_float8(parameter.data)
         elif job.dtype == "q8_0":
-            parameter.data = _through_q8(parameter.data, name)
+            parameter.data = _through_q8(parameter.data, *names.match_native(name))
         else:
             parameter.data = parameter.data.to(DTYPES[job.stored]).float()
 
@@ -146,11 +150,16 @@ def _through_float8(values: torch.Tensor) -> torch.Tensor:
     return torch.stack([dequantize(*quantize(matrix)) for matrix in matrices]).view(values.shape)
 
 
-def _through_q8(values: torch.Tensor, name: str) -> torch.Tensor:
-    quants = gguf_library().quants
-    kind = gguf_library().GGMLQuantizationType
-    if values.ndim == 1 or "router" in name or "pos_embeddings" in name:
-        return values
-    if values.shape[-1] % 32 or ".wkv_b." in name:
-        return values.half().float()
-    return torch.from_numpy(quants.dequantize(quants.quantize(values.numpy(), kind.Q8_0), kind.Q8_0))
+def _through_q8(values: torch.Tensor, pair: Pair, letters: Mapping[str, str]) -> torch.Tensor:
+    quants, kind = gguf_library().quants, gguf_library().GGMLQuantizationType.Q8_0
+    name = pair.hf.format(**{"j": 0, **letters})
+    turned = pair.transposed != name.endswith(TRANSPOSED)  # GGUF turns these back
+    laid = values.mT.contiguous() if turned else values
+    match stored_type(name, laid.shape, "q8_0"):
+        case "fp32":
+            return values
+        case "fp16":
+            return values.half().float()
+        case _:
+            found = torch.from_numpy(quants.dequantize(quants.quantize(laid.numpy(), kind), kind))
+            return found.mT.contiguous() if turned else found

@@ -14,7 +14,7 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +43,11 @@ _ARCHITECTURES = {
 _LITE_LAYERS = 27
 _ACTIVATIONS = {"gpt2": ("gelu_new", "gelu_pytorch_tanh")}
 """What llama.cpp computes in the feed-forward, as transformers names it; SwiGLU of other models."""
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+"""Ends of the names of GPT-2's matrices in Hugging Face files, which are ``[in, out]`` there."""
+_FLOAT32 = re.compile(r"\.mlp\.gate\.|ffn_gate_inp|wpe\.|position_embd")
+"""Routers and positions, in Hugging Face files and in GGUF: llama.cpp computes with these in float32."""
+_FROM_LATENT = re.compile(r"kv_b_proj|attn_[kv]_b\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)\.weight")
 
@@ -258,18 +263,24 @@ def _laid_out(view: View, name: str, config: Mapping[str, Any], architecture: st
     if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
         heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
         return _Source([view], "neighbours", heads)
-    if architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+    if architecture == "gpt2" and name.endswith(TRANSPOSED):
         return _Source([view], "transpose")
     return _Source([view])
 
 
 def _kind(gguf: Any, key: str, source: _Source, dtype: GgufType) -> Any:
     types = gguf.GGMLQuantizationType
-    if len(source.shape) == 1 or "ffn_gate_inp" in key or key.startswith("position_embd"):
-        return types.F32  # llama.cpp computes with these in float32
-    if dtype == "q8_0" and (source.shape[-1] % 32 or isinstance(source, _FromLatent)):
-        return types.F16
-    return {"fp32": types.F32, "bf16": types.BF16, "fp16": types.F16, "q8_0": types.Q8_0}[dtype]
+    kinds = {"fp32": types.F32, "bf16": types.BF16, "fp16": types.F16, "q8_0": types.Q8_0}
+    return kinds[stored_type(key, source.shape, dtype)]
+
+
+def stored_type(name: str, shape: Sequence[int], dtype: GgufType) -> GgufType:
+    """How a tensor is stored, by its name in Hugging Face files or in GGUF, and its shape in GGUF."""
+    if len(shape) == 1 or _FLOAT32.search(name):
+        return "fp32"
+    if dtype == "q8_0" and (shape[-1] % 32 or _FROM_LATENT.search(name)):
+        return "fp16"
+    return dtype
 
 
 def _nbytes(gguf: Any, shape: tuple[int, ...], kind: Any) -> int:
