@@ -37,7 +37,7 @@ def faults(folder: RunFolder) -> list[FaultRow]:
 
 def _attempts(folder: RunFolder) -> list[FaultRow]:
     starts, ended = folder.attempts, _ended(folder)
-    afters = [end for _, end in ended[1:]]
+    afters: list[dict[str, Any] | None] = [end for _, end in ended[1:]]
     if ended:  # the one under way, if there is one, has no end
         afters.append(next((a for a in starts if ended[-1][0] < began_at(a) < math.inf), None))
     running = folder.status == "running"
