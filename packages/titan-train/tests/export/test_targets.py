@@ -56,7 +56,8 @@ def test_gguf_computes_what_the_run_computes(name: str, folder: Path, tmp_path: 
     assert [check.name for check in checks] == ROWS
     assert checks[2].measured == "3 of 3 prompts equal"
     if name == "gpt_debug":
-        loaded = load_exported(tmp_path / "model")
+        for _ in range(5):  # dropped at once
+            loaded = load_exported(tmp_path / "model")
         for ask in (
             lambda: loaded.logits(torch.zeros(1, 513, dtype=torch.int64)),
             lambda: loaded.greedy([1] * 500, 14),

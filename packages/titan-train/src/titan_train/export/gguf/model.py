@@ -215,6 +215,8 @@ class LlamaCpp:
             raise ValueError(
                 f"llama.cpp does not load {file}: {err} Export with --to hf, and please report this."
             ) from err
+        # A server that is dropped before its loop has begun waits for that loop for ever; an answer shows that it runs.
+        self._ask("completion", {"prompt": [eos], "n_predict": 0})
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The most likely tokens after a prompt. A token that ends a text is one among others."""
