@@ -52,10 +52,10 @@ def set_up_process(config: Config) -> torch.device:
     # torch's varlen_attn is looked up once, behind a cache that a compiled block calls too.
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`-wrapped function")
     local_rank = os.environ.get("LOCAL_RANK")
-    index = torch.cuda.current_device()
-    if local_rank is not None:
-        index = device_index(int(local_rank), torch.cuda.device_count())
-        torch.cuda.set_device(index)
+    if local_rank is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    index = device_index(int(local_rank), torch.cuda.device_count())
+    torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 

@@ -137,7 +137,7 @@ class Trainer(TrainingLoop):
             if monitor is None:
                 self._take_folder(world_size)
             if data is None and monitor is None and world_size == 1:  # no launcher has prepared the inputs
-                self.task.prepare(_in_folder(config, self.run_dir))
+                self.task.prepare(config)
             self._build(config, plan, world_size)
             self.log = RunLog(config, self._measure, own_optimizer=optimizer is not None)
             self.observers = build_observers(self, monitor, self._measure, self.log, callbacks)
