@@ -1,12 +1,14 @@
 """The hardware file that doctor --bench and plan calibrate --device write: the planner gets out of it what was measured."""
 
 import tomllib
+from importlib import resources
 
 import pytest
 import tomli_w
 from titan_train.cli import main
 from titan_train.planner import Machine, Setup, estimate, find_shape, load_machine
 from titan_train.planner.cost.constants import prior
+from titan_train.planner.cost.links import gather_seconds, span
 from titan_train.planner.hardware import measure
 from titan_train.planner.hardware.links import LinkSpeed
 from titan_train.planner.hardware.measure import MeasuredRates, gpu_lines, hardware_table
@@ -58,6 +60,22 @@ def test_links_between_ranks_here_replace_those_of_the_file(tmp_path) -> None:
     shipped = load_machine("h100")
     assert machine.network.bytes_per_s == shipped.network.bytes_per_s
     assert written(tmp_path, rates).local.bytes_per_s == shipped.local.bytes_per_s
+
+
+def test_a_measured_ring_gives_the_latency_of_gathers_until_the_ranks_here_are_measured(tmp_path) -> None:
+    ring = span(load_machine("b200"), 4, 1, 1.0, 1.0)
+    assert gather_seconds(4e9, ring, calls=2) == pytest.approx(3e9 / 900e9 + 2 * (23e-6 + 3 * 9.2e-6))
+    assert span(load_machine("b200"), 16, 1, 1.0, 1.0).ring is None  # between nodes
+    rates = MeasuredRates("NVIDIA B200", 1.5e15, 3e15, 7e12, 5e10, 2**37)
+    assert written(tmp_path, rates).local.ring_s == pytest.approx((23e-6, 9.2e-6))
+    speed = LinkSpeed("all-gather", 48.0, 600.0, 8, "cuda")
+    assert written(tmp_path, rates, [speed]).local.ring_s is None
+    file = tmp_path / "other.toml"
+    text = (resources.files("titan_train.planner.hardware") / "b200.toml").read_text()
+    for wrong in ("23", "[23]", "[23, -1]", "['a', 'b']"):
+        file.write_text(text.replace("[23, 9.2]", wrong))
+        with pytest.raises(ValueError, match="must be two microseconds"):
+            load_machine(str(file))
 
 
 def test_between_its_points_a_table_follows_powers_of_the_sizes_and_outside_it_has_no_answer() -> None:

@@ -33,6 +33,8 @@ class Span:
     """Members that share a domain."""
     tables: OperatorTables | None = None
     """Measured collectives of such a group."""
+    ring: tuple[float, float] | None = None
+    """Measured latency of a ring's first step and of each further."""
 
     def measured(self, operation: str, num_bytes: float) -> float | None:
         """Seconds of one measured call; None where it was not measured."""
@@ -46,6 +48,8 @@ class Span:
     @property
     def ring_s(self) -> float:
         """Latency of one all-gather or reduce-scatter."""
+        if self.ring is not None:
+            return self.ring[0] + self.ring[1] * (self.size - 1)
         if self.local or self.per_domain == 1:
             return self.tree_s
         domains = -(-self.size // self.per_domain)
@@ -59,7 +63,7 @@ def span(machine: Machine, size: int, stride: int, local_share: float, network_s
     local = machine.local.bytes_per_s * local_share
     if size * stride <= machine.domain:
         tables = machine.tables if machine.tables is not None and machine.tables.ranks == size > 1 else None
-        return Span(size, local, machine.local.latency_s, True, size, tables)
+        return Span(size, local, machine.local.latency_s, True, size, tables, machine.local.ring_s)
     members = max(1, min(size, machine.domain // stride))
     network = machine.network.bytes_per_s * network_share * members
     return Span(size, min(local, network), machine.network.latency_s, False, members)

@@ -28,6 +28,8 @@ class LinkClass:
 
     bytes_per_s: float
     latency_s: float
+    ring_s: tuple[float, float] | None = None
+    """Latency of a gather or reduce-scatter over a ring, where it was measured: of its first step, and of each further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,19 @@ def machine_of_device(device: str) -> Machine | None:
     return next((load_machine(name) for name in list_machines() if name in words), None)
 
 
+def _ring(link: dict[str, Any], name: str) -> tuple[float, float] | None:
+    match link.get("ring_us"):
+        case None:
+            return None
+        case [int() | float() as first, int() | float() as further] if first >= 0 and further >= 0:
+            return first * 1e-6, further * 1e-6
+        case given:
+            raise ValueError(
+                f"hardware file {name!r}: ring_us = {given!r} must be two microseconds: "
+                "of a ring's first step and of each further."
+            )
+
+
 def _parse(table: dict[str, Any], name: str) -> Machine:
     try:
         compute, memory = table["compute"], table["memory"]
@@ -125,7 +140,7 @@ def _parse(table: dict[str, Any], name: str) -> Machine:
             bandwidth=memory["bandwidth_tb_s"] * 1e12,
             host_bandwidth=memory["host_gb_s"] * 1e9,
             domain=int(local["ranks"]),
-            local=LinkClass(local["gb_s"] * 1e9, local["latency_us"] * 1e-6),
+            local=LinkClass(local["gb_s"] * 1e9, local["latency_us"] * 1e-6, _ring(local, name)),
             network=LinkClass(network["gb_s"] * 1e9, network["latency_us"] * 1e-6),
             tables=read_tables(table.get("tables", {}), name),
         )
