@@ -221,11 +221,14 @@ def test_streamed_bytes_are_the_decoded_text(kind, folder):
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     if kind == "byte_fallback":
-        vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"\u2581": 256, "a": 257, "\u2581a": 258, "</s>": 259}
-        made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("\u2581", "a")], byte_fallback=True))
+        pieces = ["\u2581", "a", "\u2581a", "</s>", "\u2581\u2581"]
+        vocab = {name: i for i, name in enumerate([*(f"<0x{i:02X}>" for i in range(256)), *pieces])}
+        merges = [("\u2581", "\u2581"), ("\u2581", "a")]
+        made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
         made.normalizer = normalizers.Replace(" ", "\u2581")
         made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-        text = "a a é😀"
+        made.add_tokens([tokenizers.AddedToken("\u2581\u2581", special=False, normalized=False)])  # as in Gemma's
+        text = "a a  a é😀"
     elif kind == "no_decoder":
         made = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "word": 2}, unk_token="[UNK]"))
         made.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -225,9 +225,9 @@ class HfTokenizer:
             return b""
         if self._spaced:
             return f" {name}".encode()
-        if token_id in self._added:
-            return self._added[token_id].encode()
         if '"ByteLevel"' in self._decoder:
+            if token_id in self._added:
+                return name.encode()
             return b"".join(BYTE_OF_CHARACTER.get(character, character.encode()) for character in name)
         if '"ByteFallback"' in self._decoder and len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
             return bytes([int(name[3:5], 16)])
