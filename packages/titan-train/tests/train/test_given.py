@@ -31,7 +31,7 @@ from titan_train.tasks.vision.task import VisionTask
 from titan_train.train import process
 from titan_train.train.best import BestValidation
 from titan_train.train.checkpoints import RankState
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 STEPS, ROWS, LENGTH = 4, 4, 32
 
@@ -166,16 +166,20 @@ def test_a_resume_keeps_what_an_optimizer_counts_in_its_groups_and_takes_the_wei
 
 
 class Counting:
-    """An iterable with a state of its own: after its end it begins anew."""
+    """An iterable with a state of its own: after its end it begins anew. The number of the pass is the tens of its tokens."""
 
     def __init__(self, first, length=3):
-        self.given, self.place = [(torch.full((ROWS, 8), first + i),) * 2 for i in range(length)], 0
+        self.given, self.place, self.epoch = [(torch.full((ROWS, 8), first + i),) * 2 for i in range(length)], 0, 0
 
     def __iter__(self):
         while self.place < len(self.given):
             self.place += 1
-            yield self.given[self.place - 1]
+            tokens, labels = self.given[self.place - 1]
+            yield tokens + 10 * self.epoch, labels
         self.place = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
     def state_dict(self):
         return {"place": self.place}
@@ -184,10 +188,10 @@ class Counting:
         self.place = state["place"]
 
 
-def iterated(batches, global_batch=ROWS, dp_rank=0, dp_size=1):
+def iterated(batches, global_batch=ROWS, dp_rank=0, dp_size=1, vocab_size=None, steps=None):
     return IteratedBatches(
         batches, ramp=BatchRamp((global_batch,)), dp_size=dp_size, dp_rank=dp_rank, rows=ROWS, seq_len=8, fixed=True,
-        vocab_size=None, device=torch.device("cpu"),
+        vocab_size=vocab_size, device=torch.device("cpu"), steps=steps,
     )  # fmt: skip
 
 
@@ -211,6 +215,7 @@ def numbers(loader, count):
 @pytest.mark.parametrize("taken", [1, 2, 3, 4, 6])
 def test_an_iterable_with_a_state_continues_where_it_was_saved_its_end_too(taken):
     expected = numbers(iterated(Counting(0)), 9)
+    assert expected == [0, 1, 2, 10, 11, 12, 20, 21, 22]
     first = iterated(Counting(0))
     assert numbers(first, taken) == expected[:taken]
     rest = iterated(Counting(0))
@@ -218,6 +223,60 @@ def test_an_iterable_with_a_state_continues_where_it_was_saved_its_end_too(taken
     assert numbers(rest, 9 - taken) == expected[taken:]
     with pytest.raises(RuntimeError, match="ended after 0 samples"):
         next(iterated([]))
+
+
+def test_a_state_of_an_earlier_release_has_no_pass():
+    first = iterated(Counting(0))
+    numbers(first, 4)
+    state = first.state_dict()
+    del state["iterable_pass"]
+    rest = iterated(Counting(0))
+    rest.load_state_dict(state)
+    assert numbers(rest, 3) == [1, 2, 10]
+
+
+def test_a_distributed_sampler_draws_each_pass_anew_and_a_resume_finds_the_pass():
+    ids = torch.arange(4 * ROWS)
+    sampler = DistributedSampler(ids, num_replicas=1, rank=0, shuffle=True)
+    loader = DataLoader(
+        ids, ROWS, sampler=sampler, collate_fn=lambda rows: (torch.stack(rows)[:, None].repeat(1, 8),) * 2
+    )
+    whole = iterated(loader)
+    passes = [[next(whole).tokens[:, 0].tolist() for _ in range(4)] for _ in range(2)]
+    assert passes[0] != passes[1]
+    first = iterated(loader)
+    numbers(first, 6)
+    rest = iterated(loader)
+    rest.load_state_dict(first.state_dict())
+    assert [next(rest).tokens[:, 0].tolist() for _ in range(2)] == passes[1][2:]
+
+
+def test_a_smaller_last_batch_is_refused_where_it_will_be_taken():
+    loader = DataLoader(torch.arange(3 * ROWS + 1), ROWS)
+    with pytest.raises(
+        ValueError, match=r"of 13 samples with batch_size=4: the last batch of a pass has 1.*drop_last=True"
+    ):
+        iterated(loader)
+    iterated(DataLoader(torch.arange(3 * ROWS + 1), ROWS, drop_last=True))
+    iterated(loader, steps=3)  # a validation that ends before it
+    with pytest.raises(ValueError, match="drop_last=True"):
+        iterated(loader, steps=4)
+    whole, rest = Counting(0, 1).given[0], (torch.zeros(1, 8, dtype=torch.int64),) * 2
+    given = iterated([whole, rest])
+    next(given)
+    with pytest.raises(ValueError, match=r"gave tokens of \[1, 8\].*drop_last=True"):
+        next(given)
+
+
+@pytest.mark.parametrize("kind", ["token", "label"])
+@pytest.mark.parametrize("wrong", [-1, 256])
+def test_ids_outside_the_vocabulary_are_refused_but_for_labels_that_are_not_learned(kind, wrong):
+    good = torch.tensor([[0, 255, 3, -100]]).repeat(ROWS, 2)
+    pair = {"token": good.relu(), "label": good.clone()}
+    assert torch.equal(next(iterated([tuple(pair.values())], vocab_size=256)).labels, good)
+    pair[kind][1, 2] = wrong
+    with pytest.raises(ValueError, match=f"gave the {kind} {wrong}, but the tokenizer has the ids 0 to 255.* -100"):
+        next(iterated([tuple(pair.values())], vocab_size=256))
 
 
 def test_another_global_batch_drops_what_was_taken_and_no_more():
@@ -242,7 +301,7 @@ def test_the_state_of_an_iterable_is_that_of_a_data_parallel_rank():
     ):
         state.reshard([loader.state_dict() for loader in saved])
     RankState(other, True, [], Spikes(SpikesConfig()), BestValidation(0)).reshard([s.state_dict() for s in saved])
-    assert numbers(other, 1) == [1]  # four microbatches were dropped, a pass and one more
+    assert numbers(other, 1) == [11]  # four microbatches were dropped, a pass and one more
 
 
 def test_collated_rows_of_a_torch_loader_are_pairs_of_the_same_tokens(tmp_path):

@@ -5,12 +5,13 @@ on any ranks and after any resume. An iterable has only an order. A resume loads
 ``state_dict`` and ``load_state_dict`` (as torchdata's ``StatefulDataLoader``), on as many data-parallel ranks, and else takes
 and drops the microbatches of the steps that were made. What iterates anew (a list, a ``DataLoader``) begins again at its end, and
 what it draws from torch's generator as it begins, such as the order of ``shuffle=True``, follows from the run's seed and the
-samples before, alike on every rank; a generator ends the run.
+samples before, alike on every rank; ``set_epoch`` gets the number of the pass, where it, its samplers or its dataset have that. A
+generator ends the run.
 """
 
 import contextlib
 import hashlib
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from titan_train.config.ramp import BatchRamp
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_PLACE = "iterable_of"
+_PLACE, _PASS = "iterable_of", "iterable_pass"
 _END = object()
+_DROP_LAST = "Pass drop_last=True to the DataLoader."
 _KEYS = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
@@ -52,7 +54,7 @@ class IteratedBatches:
         name: Of the argument, for messages.
 
     Raises:
-        ValueError: It cannot be iterated over.
+        ValueError: It cannot be iterated over, or is a torch ``DataLoader`` whose last microbatch of a pass is smaller.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class IteratedBatches:
             device,
         )
         self._documents, self._multiple_of, self._seed = documents, multiple_of, seed
+        self._passes = 0  # that began
         self._iterator: Iterator[Any] | None = None
         self._samples = 0  # of the steps that were taken whole, over all ranks
         self._made = 0  # those steps, since this was built
@@ -95,6 +98,7 @@ class IteratedBatches:
         self._taken = 0  # samples of all ranks, those of the step in progress too
         self._since_start = 0  # microbatches since the iterator began anew
         self._loaded = False  # the iterable continues where it was saved, which may be its end
+        self._check_last()
 
     @property
     def global_batch(self) -> int:
@@ -129,7 +133,8 @@ class IteratedBatches:
         """Samples taken, and the iterable's own state if it has one."""
         state: dict[str, Any] = {ITERATED: self._samples}
         saves = getattr(self._given, "state_dict", None)
-        return state | ({} if saves is None else {"iterable": saves(), _PLACE: [*self.place]})
+        own = {} if saves is None else {"iterable": saves(), _PLACE: [*self.place], _PASS: max(self._passes - 1, 0)}
+        return state | own
 
     def load_state_dict(self, state: dict[str, Any], allow_data_change: bool = False) -> None:
         """Go to where `state_dict` was called; ``allow_data_change`` continues a run of other data from the beginning, and one of
@@ -159,7 +164,7 @@ class IteratedBatches:
         position = int(state[ITERATED])
         if loads:
             cast("Any", self._given).load_state_dict(state["iterable"])
-            self._taken = position
+            self._taken, self._passes = position, int(state.get(_PASS, 0))
         else:
             for _ in range(position // (self._dp_size * self._rows)):
                 self._next()
@@ -184,6 +189,7 @@ class IteratedBatches:
         for _ in range(2):
             with contextlib.nullcontext() if self._iterator is not None else self._draws_of_a_pass():
                 if self._iterator is None:
+                    self._set_epoch()
                     self._iterator, self._since_start = iter(self._given), 0
                 item = next(self._iterator, _END)
             if item is _END:
@@ -212,6 +218,34 @@ class IteratedBatches:
             torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1)
             yield
 
+    def _set_epoch(self) -> None:
+        """Tell whatever draws the order of a pass, such as a ``DistributedSampler``, which pass begins."""
+        batched = getattr(self._given, "batch_sampler", None)
+        drawn = (getattr(self._given, "sampler", None), batched, getattr(batched, "sampler", None))
+        for part in (self._given, *drawn, getattr(self._given, "dataset", None)):
+            if hasattr(part, "set_epoch"):
+                cast("Any", part).set_epoch(self._passes)
+        self._passes += 1
+
+    def _check_last(self) -> None:
+        """Refuse a torch loader whose last microbatch of a pass is smaller, if it will be taken."""
+        from torch.utils.data import DataLoader as TorchLoader
+
+        given = self._given
+        if (
+            not isinstance(given, TorchLoader)
+            or not given.batch_size
+            or given.drop_last
+            or not isinstance(given.sampler, Sized)
+        ):
+            return
+        left = len(given.sampler) % given.batch_size
+        if left and (self._steps is None or self._steps * self.microbatches_per_step >= len(given)):
+            raise ValueError(
+                f"{self._name} is a DataLoader of {len(given.sampler)} samples with batch_size={given.batch_size}: the last "
+                f"batch of a pass has {left}, and microbatches must be of one size. {_DROP_LAST}"
+            )
+
     def _batch(self, item: Any, samples: int) -> Batch:
         import torch
 
@@ -222,6 +256,11 @@ class IteratedBatches:
                 f"{self._name} gave tokens of {list(tokens.shape)}, and a microbatch here is [{self._rows}, {self._seq_len}]: "
                 "train.microbatch (train.global_batch over the data-parallel ranks, where it is 0) by model.seq_len"
                 + ("." if self._fixed else " at most.")
+                + (
+                    f" The batches before it were larger. {_DROP_LAST}"
+                    if rows < self._rows and self._since_start > 1
+                    else ""
+                )
             )
         if length % self._multiple_of:
             raise ValueError(
@@ -229,11 +268,8 @@ class IteratedBatches:
                 f"{self._multiple_of} ranks of parallel.tp. Pad to a multiple (pad_to_multiple_of in collators of transformers), "
                 "with labels of -100."
             )
-        if self._vocab_size is not None and tokens.device.type == "cpu" and int(tokens.max()) >= self._vocab_size:
-            raise ValueError(
-                f"{self._name} gave the token {int(tokens.max())}, but the tokenizer has {self._vocab_size}: the model has no "
-                "embedding for it. Set the section tokenizer to the one that made the ids."
-            )
+        self._check_ids("token", tokens)
+        self._check_ids("label", labels)
         if positions is None:
             positions = torch.arange(length, device=tokens.device).expand(rows, -1)
         tokens, labels, positions = (
@@ -245,6 +281,19 @@ class IteratedBatches:
         longest = int((bounds[:, 1:] - bounds[:, :-1]).max())
         on_device = torch.from_numpy(bounds).to(self._device)
         return Batch(tokens, labels, positions, on_device, longest, samples, boundaries=bounds)
+
+    def _check_ids(self, kind: str, ids: "Tensor") -> None:
+        if self._vocab_size is None or ids.device.type != "cpu":
+            return  # to look at it would wait for the device
+        wrong = (ids < 0) | (ids >= self._vocab_size)
+        if kind == "label":
+            wrong &= ids != -100
+        if wrong.any():
+            raise ValueError(
+                f"{self._name} gave the {kind} {int(ids[wrong][0])}, but the tokenizer has the ids 0 to {self._vocab_size - 1}, "
+                "and a label that is not learned is -100. Set the section tokenizer to the one that made the ids, and use -100 "
+                "in place of another ignore_index, such as -1."
+            )
 
     def _tensors(self, item: Any) -> "tuple[Tensor, Tensor, Tensor | None, list[Any] | None]":
         """Tokens, next tokens, positions, and where documents begin inside each row; None: a row is one document."""
