@@ -342,7 +342,9 @@ def test_every_setting_has_a_help_text():
     [
         (["--compile.backend", ""], "is not the name of a backend"),
         (["--compile.backend", "os:system"], "is not the name of a backend"),
-        (["--compile.backend", "eager", "--compile.mode", "max-autotune"], "is a mode of inductor"),
+        (["--compile.backend", "eager", "--compile.mode", "max-autotune-no-cudagraphs"], "is a mode of inductor"),
+        (["--compile.mode", "reduce-overhead"], r'overwrite.*compile.cudagraphs=true.*compile.mode = "default"'),
+        (["--compile.mode", "max-autotune"], r'compile.cudagraphs=true.*"max-autotune-no-cudagraphs"'),
     ],
 )
 def test_a_backend_of_torch_compile_is_a_name_and_only_inductor_has_modes(words, message):

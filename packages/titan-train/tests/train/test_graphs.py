@@ -3,6 +3,7 @@
 import functools
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -206,6 +207,54 @@ def test_packed_documents_of_any_number_share_one_graph(captures):
     assert captures.replays == 40
 
 
+def documents(number, device="cpu"):
+    """A batch of one row of 64 tokens in so many documents."""
+    ends = boundaries([np.arange(1, number, dtype=np.int64)]).to(device)
+    return TensorBatch((torch.randn(1, 4, device=device),), {"cu_seqlens": ends}, torch.zeros(1, device=device), 0)
+
+
+def test_graphs_after_more_documents_are_captured_into_a_pool_of_their_own(monkeypatch):
+    handles, pools = iter("abc"), []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+
+    def capture(run, device, pool):
+        pools.append(pool)
+        run()
+        return lambda: None
+
+    model = nn.Linear(4, 4)
+    monkeypatch.setattr(graphs, "RandomState", lambda device: SimpleNamespace(restore=lambda: None))
+    replayed = StepGraphs(
+        lambda batches, number: model(*batches[0].inputs).sum(), [model], torch.device("cuda"),
+        forget=lambda: None, capture=capture,
+    )  # fmt: skip
+    for number in (6, 7, 10):
+        replayed([documents(number)], torch.tensor(1))
+    assert pools == ["b", "c"]  # 6 and 7 have 8 columns, 10 has 16; no graph is in the first pool
+
+
+@pytest.mark.gpu
+def test_a_gpu_captures_again_after_more_documents():
+    device = torch.device("cuda")
+    model = nn.Linear(4, 4, device=device)
+
+    def run(batches, number):
+        loss = (model(*batches[0].inputs).square().sum() * batches[0].keywords["cu_seqlens"].sum()) / number
+        loss.backward()
+        return loss.detach()
+
+    def forget():
+        model.zero_grad(set_to_none=True)
+
+    replayed = StepGraphs(run, [model], device, forget=forget)
+    for number in (6, 10, 7, 40):
+        one, denominator = documents(number, device), torch.tensor(3, device=device)
+        forget()
+        expected, gradient = run([one], denominator), model.weight.grad
+        torch.testing.assert_close(replayed([one], denominator), expected)
+        torch.testing.assert_close(model.weight.grad, gradient)
+
+
 def test_what_waits_for_the_device_is_said():
     with pytest.raises(RuntimeError, match=r"could not be captured.*not permitted.*Set compile.cudagraphs=false"):
         graphs_of(nn.Linear(4, 4), Captures(), waits=True)([batch()], torch.tensor(1))
@@ -288,11 +337,6 @@ def test_what_cannot_be_captured_is_refused_before_any_rank_starts(what):
     model = build_model(config.model, vocab_size=None, device="meta")
     with pytest.raises(ValueError, match=rf"compile.cudagraphs=true and {what}.*Set compile.cudagraphs=false"):
         check_model(config, plan.layout, plan.batch, model)
-
-
-def test_graphs_inside_a_graph_are_refused():
-    with pytest.raises(ValueError, match="a graph cannot be captured inside another"):
-        parse_config({"compile": {"cudagraphs": True, "enabled": True, "mode": "reduce-overhead"}})
 
 
 def test_experts_and_states_of_transformers_are_no_graph():

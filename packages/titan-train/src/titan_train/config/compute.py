@@ -77,7 +77,7 @@ class CompileConfig:
     backend: str = "inductor"
     """A backend of torch.compile; "aot_eager" checks the graphs without generating code."""
 
-    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """inductor's mode."""
 
     cudagraphs: bool = False
@@ -85,15 +85,11 @@ class CompileConfig:
     and for dense models of fixed shapes; independent of enabled."""
 
     def __post_init__(self) -> None:
+        check_values("compile", self)
         if not self.backend.replace("_", "").isalnum():
             raise ValueError(
                 f"compile.backend={self.backend!r} is not the name of a backend. Use 'inductor' (generates code), 'aot_eager' "
                 "or 'eager' (check the graphs)."
-            )
-        if self.cudagraphs and self.enabled and self.mode in ("reduce-overhead", "max-autotune"):
-            raise ValueError(
-                f"compile.cudagraphs=true and compile.mode={self.mode!r}: that mode of inductor makes graphs of each block, and "
-                "a graph cannot be captured inside another. Use mode 'default' or 'max-autotune-no-cudagraphs'."
             )
         if self.mode != "default" and self.backend != "inductor":
             raise ValueError(

@@ -100,20 +100,23 @@ _TYPES = {
 }
 
 
-_FORMER = {
-    (
-        "launch.launcher",
-        "torchrun",
-    ): "is now 'machines' on several machines and 'local' on one. Under a torchrun of your own, "
-    "`torchrun ... -m titan_train run CONFIG`, leave it out."
+_GRAPHS_OF_BLOCKS = (
+    "replays a CUDA graph for each block, which validation and gradient accumulation overwrite before its results are read. "
+    "Use compile.cudagraphs=true, one graph for the whole step, and compile.mode = "
+)
+_INSTEAD = {
+    ("launch.launcher", "torchrun"): "is now 'machines' on several machines and 'local' on one. "
+    "Under a torchrun of your own, `torchrun ... -m titan_train run CONFIG`, leave it out.",
+    ("compile.mode", "reduce-overhead"): f'{_GRAPHS_OF_BLOCKS}"default".',
+    ("compile.mode", "max-autotune"): f'{_GRAPHS_OF_BLOCKS}"max-autotune-no-cudagraphs".',
 }
-"""What to use instead of values that an earlier version had."""
+"""What to use instead of values that an earlier version or torch has."""
 
 
 def _reason(item: Any) -> str:
     kind, given = item["type"], item["input"]
-    if kind == "literal_error" and (former := _FORMER.get((".".join(map(str, item["loc"])), str(given)))):
-        return former
+    if kind == "literal_error" and (instead := _INSTEAD.get((".".join(map(str, item["loc"])), str(given)))):
+        return instead
     if kind == "literal_error":
         choices = [c.strip("'") for c in item["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         nearest = nearest_name(given, choices)

@@ -113,7 +113,7 @@ class StepGraphs:
             )
         self._run, self._parts, self._device = run, parts, device
         self._forget, self._capture = forget, capture
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool = _new_pool(device)
         self._recorded: dict[Any, _Recorded] = {}
         self._boundaries = 0
         """Columns that the document boundaries of every micro-batch are padded to."""
@@ -179,6 +179,8 @@ class StepGraphs:
         if max(widths) > self._boundaries:
             self._boundaries = max(widths)
             self._recorded.clear()  # no step is as narrow again
+            # cuBLAS keeps a workspace in the old pool, and torch 2.11 captures into no pool whose graphs are gone
+            self._pool = _new_pool(self._device)
         if all(width == self._boundaries for width in widths):
             return batches
         return [_widened(batch, self._boundaries) for batch in batches]
@@ -191,6 +193,10 @@ class StepGraphs:
                 MOST_SHAPES,
             )
         self._warned = True
+
+
+def _new_pool(device: torch.device) -> Any:
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def _boundaries(batch: TaskBatch) -> Tensor | None:

@@ -122,9 +122,7 @@ class Block(torch.nn.Linear):
         self.compiled_with = options
 
 
-@pytest.mark.parametrize(
-    ("mode", "more"), [("default", {}), ("max-autotune-no-cudagraphs", {"max_autotune": True}), ("max-autotune", {})]
-)
+@pytest.mark.parametrize(("mode", "more"), [("default", {}), ("max-autotune-no-cudagraphs", {"max_autotune": True})])
 def test_the_options_reach_the_blocks_together_with_the_mode(mode, more):
     block, options = Block(2, 2), micro_pipeline_options(FusedProducts())
     config = CompileConfig(enabled=True, mode=mode)
