@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from titan_train.data.shards.format import BLOCK_BYTES, ShardWriter, TokenShard
@@ -104,3 +107,79 @@ def test_windows_and_document_starts_across_shards_equal_the_joined_tokens(tmp_p
             assert np.array_equal(source.window(start, n), joined[start : start + n])
             expected = ends[(ends > start) & (ends < start + n)] - start
             assert np.array_equal(source.document_starts(start, n), expected)
+
+
+READ_MANY = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from titan_train.data.shards.format import ShardWriter
+from titan_train.data.shards.token_source import ShardedTokens
+
+folder, infos = Path(sys.argv[1]), []
+for number in range(100):
+    writer = ShardWriter(folder, f"train-{number:05d}", vocab_size=300, tokenizer_fingerprint="ab" * 32, sync=False)
+    writer.append([np.full(50, number, dtype=np.int32)])
+    infos.append(writer.close())
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+train, held_out = (
+    ShardedTokens([folder] * 100, infos, tokenizer_fingerprint="ab" * 32, fingerprint="x", verify="full") for _ in range(2)
+)
+first = train.window(0, 50)
+for number in range(100):
+    for source in (train, held_out):
+        assert source.window(number * 50, 50).tolist() == [number] * 50
+        assert source.document_starts(number * 50 - 10 * (number > 0), 20).tolist() == [10] * (number > 0)
+assert train.window(0, 5000).tolist() == np.repeat(np.arange(100), 50).tolist()
+assert train.document_ends().tolist() == [*range(50, 5050, 50)]
+assert first.tolist() == [0] * 50  # its file was let go
+"""
+
+
+def test_a_corpus_of_more_files_than_a_process_may_open_is_read(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", READ_MANY, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_shard_that_changes_while_it_is_not_mapped_is_refused_unless_it_was_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("titan_train.data.shards.mapped._MOST", 1)
+    infos = [_write(tmp_path, [[number, 1, 2]], name=f"train-{number:05d}") for number in range(2)]
+    options = {"tokenizer_fingerprint": FINGERPRINT, "fingerprint": "x"}
+    source, kept = (ShardedTokens([tmp_path] * 2, infos, **options, keep=keep) for keep in (False, True))
+    view = source.window(0, 3)
+    source.window(3, 3)
+    path = tmp_path / "train-00000.tok"
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content + b"12")
+    with pytest.raises(ValueError, match=r"train-00000.tok changed while it was in use: it has 72 bytes and had 70"):
+        source.window(0, 3)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"train-00000.tok"):
+        source.window(0, 3)
+    for tokens in (view, kept.window(0, 3)):
+        assert tokens.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("shards", "checked"), [(200, 64), (40, 64), (2, 6), (0, 0)])
+def test_a_sample_reads_a_bounded_number_of_blocks_spread_over_the_shards(tmp_path, monkeypatch, shards, checked):
+    info = _write(tmp_path, [np.zeros(BLOCK_BYTES + 3)])  # three blocks
+    seen = []
+    monkeypatch.setattr(TokenShard, "check_block", lambda shard, block, _: seen.append((shard, block)))
+    options = {"tokenizer_fingerprint": FINGERPRINT, "fingerprint": "x"}
+    source = ShardedTokens([tmp_path] * shards, [info] * shards, **options)
+    assert source.num_tokens == shards * info.tokens
+    assert len(seen) == len(set(seen)) == checked
+    first = [(source._shards.index(shard), block) for shard, block in seen]
+    assert len({number for number, _ in first}) == min(shards, 64)
+    seen.clear()
+    again = ShardedTokens([tmp_path] * shards, [info] * shards, **options)
+    assert [(again._shards.index(shard), block) for shard, block in seen] == first
+    if not shards:
+        return
+    monkeypatch.undo()
+    (tmp_path / "train-00000.idx").unlink()  # of every one, header and size are looked at
+    with pytest.raises(ValueError, match="is missing"):
+        ShardedTokens([tmp_path] * shards, [info] * shards, **options)

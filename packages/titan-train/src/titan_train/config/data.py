@@ -148,7 +148,7 @@ class DataConfig:
     """Micro-batches that a background thread prepares ahead; 0 prepares each on demand."""
 
     verify: Verify = "sample"
-    """Check of the cache when it is opened: header only, sample (8 random blocks a file), or full (1.6 GB/s)."""
+    """Check of the cache when it is opened: header only, sample (at most 64 random blocks a source), or full (1.6 GB/s)."""
 
     def __post_init__(self) -> None:
         check_values("data", self)

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.files import open_file, read_bytes, write_atomic
+from titan_train.data.shards.mapped import MappedFile
+from titan_train.files import open_file, write_atomic
 
 BLOCK_BYTES = 4 * 2**20
 
@@ -134,29 +135,36 @@ class TokenShard:
         folder: Where it lies.
         info: What the manifest says of it.
         tokenizer_fingerprint: Hex; must be the one it was written with.
+        keep: Whether it is mapped now and stays so, see `MappedFile`.
 
     Raises:
-        ValueError: If a file is missing, cut, damaged in its header or index, or of another tokenizer.
+        ValueError: If a file is missing, cut, damaged in its header, or of another tokenizer.
     """
 
-    def __init__(self, folder: Path, info: ShardInfo, tokenizer_fingerprint: str) -> None:
+    def __init__(self, folder: Path, info: ShardInfo, tokenizer_fingerprint: str, *, keep: bool = False) -> None:
         self.path = folder / f"{info.name}.tok"
         index_path = folder / f"{info.name}.idx"
         width = self._check_header(self.path, _TOKENS_MAGIC, info, tokenizer_fingerprint)
         if self._check_header(index_path, _INDEX_MAGIC, info, tokenizer_fingerprint) != width:
             raise ValueError(f"{index_path} belongs to another shard than {self.path}. {_REBUILD}")
-        num_blocks = -(-info.tokens * width // BLOCK_BYTES)
-        self._check_size(self.path, _HEADER.size + info.tokens * width)
-        self._check_size(index_path, _HEADER.size + info.documents * 8 + num_blocks * 4 + 4)
-        crc_at = _HEADER.size + info.documents * 8
-        self.tokens: npt.NDArray[Any] = _map(self.path, f"<u{width}", _HEADER.size, info.tokens)
-        self.document_ends: npt.NDArray[np.uint64] = _map(index_path, "<u8", _HEADER.size, info.documents)
-        self._crcs = _map(index_path, "<u4", crc_at, num_blocks)
+        self.num_blocks = -(-info.tokens * width // BLOCK_BYTES)
+        """Checksummed blocks of 4 MiB."""
+        size, index_size = info.tokens * width, info.documents * 8 + self.num_blocks * 4 + 4
+        self._check_size(self.path, _HEADER.size + size)
+        self._check_size(index_path, _HEADER.size + index_size)
+        self._num_tokens, self._num_documents, self._dtype = info.tokens, info.documents, np.dtype(f"<u{width}")
+        self._tokens = MappedFile(self.path, _HEADER.size + size, keep=keep)
+        self._index = MappedFile(index_path, _HEADER.size + index_size, keep=keep)
 
     @property
-    def num_blocks(self) -> int:
-        """Checksummed blocks of 4 MiB."""
-        return len(self._crcs)
+    def tokens(self) -> npt.NDArray[Any]:
+        """All tokens, u16 or u32."""
+        return self._tokens.view(self._dtype, self._num_tokens, _HEADER.size)
+
+    @property
+    def document_ends(self) -> npt.NDArray[np.uint64]:
+        """Token offset behind each document, rising."""
+        return self._index.view("<u8", self._num_documents, _HEADER.size)
 
     def check_documents(self, *, every: bool) -> None:
         """Check that document ends rise up to the number of tokens.
@@ -169,10 +177,9 @@ class TokenShard:
         """
         ends = self.document_ends
         rising = not every or bool((ends[1:] > ends[:-1]).all())
-        if not ends.size or int(ends[-1]) != self.tokens.size or not rising:
+        if not ends.size or int(ends[-1]) != self._num_tokens or not rising:
             raise ValueError(
-                f"{self.path.with_suffix('.idx')}: the document ends do not rise to {self.tokens.size}, the number of tokens. "
-                f"{_REBUILD}"
+                f"{self._index.path}: the document ends do not rise to {self._num_tokens}, the number of tokens. {_REBUILD}"
             )
 
     def check_block(self, block: int, vocab_size: int = 2**32) -> None:
@@ -181,14 +188,15 @@ class TokenShard:
         Raises:
             ValueError: If it differs, naming the shard, the block and the byte range; or if an id is too large.
         """
-        data = self.tokens.view(np.uint8)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-        if zlib.crc32(data.tobytes()) != int(self._crcs[block]):
-            start = _HEADER.size + block * BLOCK_BYTES
+        start = _HEADER.size + block * BLOCK_BYTES
+        data = self._tokens.content[start : start + BLOCK_BYTES]
+        crcs = self._index.view("<u4", self.num_blocks, _HEADER.size + self._num_documents * 8)
+        if zlib.crc32(data.data) != int(crcs[block]):
             raise ValueError(
                 f"{self.path}: block {block} (bytes {start} to {start + data.size}) does not match its checksum: the "
                 f"file changed after it was written. {_REBUILD}"
             )
-        ids = data.view(self.tokens.dtype)
+        ids = data.view(self._dtype)
         if int(ids.max()) >= vocab_size:
             raise ValueError(
                 f"{self.path}: block {block} holds token id {int(ids.max())}, but the tokenizer has {vocab_size} ids. "
@@ -201,10 +209,9 @@ class TokenShard:
         Raises:
             ValueError: If they differ.
         """
-        path = self.path.with_suffix(".idx")
-        body = read_bytes(path)[_HEADER.size :]
+        body = self._index.content[_HEADER.size :].data
         if zlib.crc32(body[:-4]) != struct.unpack("<I", body[-4:])[0]:
-            raise ValueError(f"{path} does not match its checksum. {_REBUILD}")
+            raise ValueError(f"{self._index.path} does not match its checksum. {_REBUILD}")
 
     @staticmethod
     def _check_header(path: Path, magic: bytes, info: ShardInfo, tokenizer_fingerprint: str) -> int:
@@ -241,12 +248,6 @@ class TokenShard:
 
 
 _REBUILD = "Delete its folder and prepare it again."
-
-
-def _map(path: Path, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
-    if count == 0:  # an empty range cannot be mapped
-        return np.empty(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)).view(np.ndarray)
 
 
 def _sync(file: Any) -> None:

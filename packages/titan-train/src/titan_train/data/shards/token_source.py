@@ -12,8 +12,8 @@ from titan_train.config.data import Verify
 from titan_train.data.order.permutation import permute
 from titan_train.data.shards.format import ShardInfo, TokenShard
 
-# Random blocks of each shard that verify="sample" reads.
-_SAMPLED_BLOCKS = 8
+# Random blocks that verify="sample" reads of a source, and of one shard at most: every rank reads them at every start.
+_SAMPLED_BLOCKS, _SAMPLED_OF_SHARD = 64, 8
 
 
 class TokenSource(Protocol):
@@ -63,9 +63,10 @@ class ShardedTokens:
         verify: header, sample or full, see `DataConfig.verify`.
         vocab_size: Ids must be below it; compared in the blocks that ``verify`` reads.
         not_learned_from: See `DocumentEnds`.
+        keep: Whether the shards stay mapped, see `MappedFile`.
 
     Raises:
-        ValueError: If a shard is missing, cut or damaged as far as ``verify`` looks.
+        ValueError: If a shard is missing, cut or damaged as far as ``verify`` looks. Headers and sizes are always compared.
     """
 
     def __init__(
@@ -78,15 +79,18 @@ class ShardedTokens:
         verify: Verify = "sample",
         vocab_size: int = 2**32,
         not_learned_from: int | None = None,
+        keep: bool = False,
     ) -> None:
         pairs = [(folder, info) for folder, info in zip(folders, infos, strict=True) if info.tokens]
-        self._shards = [TokenShard(folder, info, tokenizer_fingerprint) for folder, info in pairs]
+        self._shards = [TokenShard(folder, info, tokenizer_fingerprint, keep=keep) for folder, info in pairs]
         self._starts = np.cumsum([0, *(info.tokens for _, info in pairs)]).tolist()
         self.num_tokens: int = self._starts[-1]
         self.fingerprint = fingerprint
         self.not_learned_from = not_learned_from
-        for shard in self._shards:
-            verify_shard(shard, verify, vocab_size)
+        count = len(pairs)
+        for number, shard in enumerate(self._shards):  # the sampled blocks are spread evenly
+            sampled = (number + 1) * _SAMPLED_BLOCKS // count - number * _SAMPLED_BLOCKS // count
+            verify_shard(shard, verify, vocab_size, sampled=min(sampled, _SAMPLED_OF_SHARD))
 
     def window(self, start: int, n: int) -> npt.NDArray[Any]:
         number = bisect_right(self._starts, start) - 1
@@ -124,18 +128,24 @@ class ShardedTokens:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
 
-def verify_shard(shard: TokenShard, verify: Verify, vocab_size: int = 2**32) -> None:
+def verify_shard(shard: TokenShard, verify: Verify, vocab_size: int = 2**32, sampled: int = _SAMPLED_OF_SHARD) -> None:
     """Check a shard's content against its checksums.
+
+    Args:
+        shard: The shard.
+        verify: header (nothing more), sample or full.
+        vocab_size: Ids must be below it.
+        sampled: Random blocks that a sample reads.
 
     Raises:
         ValueError: Naming the shard and the block that differs.
     """
-    if verify == "header" or not shard.num_blocks:
+    if verify == "header" or not shard.num_blocks or (verify == "sample" and not sampled):
         return
     blocks = np.arange(shard.num_blocks, dtype=np.int64)
     if verify == "sample":
         # the same blocks every time: a check that fails once must fail again
-        blocks = permute(blocks[:_SAMPLED_BLOCKS], shard.num_blocks, "verify", shard.path.name)
+        blocks = permute(blocks[:sampled], shard.num_blocks, "verify", shard.path.name)
     else:
         shard.check_index()
     shard.check_documents(every=verify == "full")
