@@ -1,5 +1,9 @@
+import hashlib
 import re
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +122,68 @@ def test_the_good_pair_of_these_cases_is_taken(tmp_path, tokenizer):
     assert MegatronTokens(tmp_path / "m", vocab_size=256, verify="full").num_tokens == 12
     (tmp_path / "m.idx").write_bytes(index(*GOOD[:2], [0, 0, 2, 2, 3]))  # documents of nothing
     assert MegatronTokens(tmp_path / "m", vocab_size=256).document_starts(0, 12).tolist() == [7]
+
+
+@pytest.mark.parametrize("stretch", [1, 2, 2**16])
+def test_documents_of_several_sequences_or_none_and_sequences_of_nothing(tmp_path, monkeypatch, stretch):
+    monkeypatch.setattr("titan_train.data.shards.megatron._CHECKED", stretch)
+    lengths = [0, 3, 0, 2, 4, 0, 1, 0, 0]
+    offsets = np.cumsum([0, *lengths[:-1]]) * 2
+    entries = [0, 0, 1, 3, 3, 5, 7, 9, 9, 9]
+    (tmp_path / "m.idx").write_bytes(index(lengths, offsets, entries))
+    (tmp_path / "m.bin").write_bytes(np.arange(10, dtype="<u2").tobytes())
+    source = MegatronTokens(tmp_path / "m", vocab_size=256)
+    assert source.num_tokens == 10
+    ends = np.unique([sum(lengths[:entry]) for entry in entries])
+    for start in range(10):
+        for n in range(1, 11 - start):
+            found = source.document_starts(start, n)
+            assert found.dtype == np.int64
+            assert found.tolist() == (ends[(ends > start) & (ends < start + n)] - start).tolist()
+    entries[5] = 2
+    (tmp_path / "m.idx").write_bytes(index(lengths, offsets, entries))
+    with pytest.raises(ValueError, match=rf"entry 5 is 2 \(byte {HEAD + 12 * 9 + 5 * 8}\)"):
+        MegatronTokens(tmp_path / "m", vocab_size=256)
+    offsets[6] += 2
+    (tmp_path / "m.idx").write_bytes(index(lengths, offsets, entries))
+    with pytest.raises(ValueError, match=rf"sequence 6 is 20 \(byte {HEAD + 4 * 9 + 6 * 8}\)"):
+        MegatronTokens(tmp_path / "m", vocab_size=256)
+
+
+def test_the_fingerprint_is_the_hash_of_the_index_and_of_64_pieces(tmp_path, documents):
+    write_megatron(tmp_path / "m", documents)
+    joined = np.concatenate(documents).astype("<u2").tobytes()
+    sampled = b"".join(joined[: 2 * 4096] for _ in range(64))
+    expected = hashlib.sha256((tmp_path / "m.idx").read_bytes() + sampled).hexdigest()
+    assert MegatronTokens(tmp_path / "m", vocab_size=256).fingerprint == expected
+
+
+OPEN = """
+import sys
+from titan_train.data import MegatronTokens
+
+def peak():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+before = peak()
+source = MegatronTokens(sys.argv[1], vocab_size=256)
+assert source.document_starts(1000, 5).tolist() == [1, 2, 3, 4]
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_opening_takes_little_more_memory_than_the_map_of_the_index(tmp_path):
+    count = 3_000_000
+    ones = np.ones(count, dtype="<i4")
+    (tmp_path / "m.idx").write_bytes(index(ones, np.arange(count), np.arange(count + 1), code=1))
+    (tmp_path / "m.bin").write_bytes(bytes(count))
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, str(tmp_path / "m")], capture_output=True, text=True, timeout=120, check=True
+    )
+    size = (tmp_path / "m.idx").stat().st_size
+    # The map itself counts while its pages stay in memory, which ranks share; read and copied, it was five times as much.
+    assert int(done.stdout) < 1.5 * size
 
 
 def test_only_a_full_check_reads_every_id(tmp_path):
