@@ -103,8 +103,8 @@ def test_an_answer_ends_where_the_template_ends_it(
         return [[]]
 
     monkeypatch.setattr("titan_train.eval.model.generate", generate)
-    eval_model_of(replace(run, template=template), "tiny").greedy([1], 2)
-    assert asked["stop_ids"] == [run.tokenizer.eos_id, run.tokenizer.pad_id]
+    eval_model_of(replace(run, template=template, stop_ids=(7,)), "tiny").greedy([1], 2)
+    assert asked["stop_ids"] == [run.tokenizer.eos_id, 7, run.tokenizer.pad_id]
 
 
 def test_an_answer_ends_at_a_word_of_the_template(

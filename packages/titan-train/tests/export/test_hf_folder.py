@@ -212,6 +212,18 @@ def test_a_base_that_also_brings_code_of_its_own_is_exported_without(folder: Pat
     assert not (tmp_path / "marker").exists()
 
 
+def test_every_token_that_ends_a_text_of_the_folder_ends_one_of_the_run_and_its_export(
+    folder: Path, tmp_path: Path
+) -> None:
+    base = published(tmp_path / "base", "llama")
+    (base / "generation_config.json").write_text('{"eos_token_id": [7, 257]}')
+    run_dir = trained(folder, f"hf:{base}", run="ends", steps=0, model={"init": f"hf:{base}"})
+    assert load_run(run_dir, device="cpu").stop_ids == (7, 257)
+    export_run(run_dir, tmp_path / "model", dtype="fp32")
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == [257, 7]
+    assert {7, 257} == {*load_served(tmp_path / "model").stop_ids}
+
+
 def test_the_most_likely_tokens_of_a_folder_are_those_of_its_logits(tmp_path: Path) -> None:
     base = published(tmp_path / "base", "llama")
     asked = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "eos_token_id": 5}

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 from titan_train.export.hf_folder import write_tokenizer_files
-from titan_train.export.load import stop_ids_of
 from titan_train.export.step_model import SteppedModel
 from titan_train.generation import encode_prompt
+from titan_train.models.hf.folder import stop_ids_of
 from titan_train.serve.folder import load_served
 from titan_train.tokenizers import ByteTokenizer, ChatTemplate, train_sentencepiece
 from titan_train.tokenizers.chat_template import BUILT_IN
@@ -27,6 +27,11 @@ def test_the_tokens_that_end_a_text_are_read(files, ids, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     assert stop_ids_of(tmp_path) == ids
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, "</s>"]}')
+    with pytest.raises(
+        ValueError, match=r"generation_config.json: eos_token_id=\[7, '</s>'\] must be the id of a token"
+    ):
+        stop_ids_of(tmp_path)
 
 
 class Steps(SteppedModel):

@@ -67,6 +67,23 @@ def test_a_run_goes_on_and_is_exported_without_the_folder(kind: str, adapters: d
     assert (tmp_path / "out" / "adapter" / "adapter_config.json").is_file() == bool(adapters)
 
 
+def test_the_tokens_that_end_texts_are_kept_from_run_to_run(tmp_path: Path) -> None:
+    from titan_train.config import parse_config
+    from titan_train.run_folder import keep_model
+    from titan_train.run_folder.contents import kept_stop_ids
+
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
+    starts: list[dict[str, Any]] = [{"init": f"hf:{published}"}, {"init": f"run:{tmp_path / '0'}"}]
+    starts.append(starts[0] | {"init_changes": ["tokenizer"]})
+    for number, start in enumerate(starts):
+        keep_model(parse_config({"model": start | {"name": "llama3_debug"}}), tmp_path / str(number))
+    shutil.rmtree(published)
+    keep_model(parse_config({"model": starts[0] | {"name": "llama3_debug"}}), tmp_path / "0")
+    assert [kept_stop_ids(tmp_path / str(number)) for number in range(3)] == [(3, 7), (3, 7), ()]
+
+
 def test_a_changed_config_json_is_refused(tmp_path: Path) -> None:
     from titan_train.config import dump_config, parse_config
     from titan_train.run_folder import keep_model, read_config, with_kept_model

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from titan_train.eval.ranks import Ranks
-from titan_train.export.load import load_exported, refuse_options_of_runs, stop_ids_of, target_of, using
+from titan_train.export.load import load_exported, refuse_options_of_runs, target_of, using
 from titan_train.export.step_model import DESCRIPTION
 from titan_train.export.tokenizer_json import folder_ids, ids_until, special_tokens
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, generate, load_run
+from titan_train.models.hf.folder import stop_ids_of
 from titan_train.models.traits import traits_of
 from titan_train.tokenizers import HfTokenizer
 from titan_train.tokenizers.chat_template import answer_stops
@@ -98,7 +99,7 @@ def eval_model_of(run: LoadedRun, name: str, *, max_length: int | None = None) -
         raise ValueError(f"max_length={length}, but the model has learned {learned} positions. Use at most {learned}.")
 
     stops, end_words = answer_stops(tokenizer, run.template)
-    ends = [tokenizer.eos_id, *stops]
+    ends = [tokenizer.eos_id, *run.stop_ids, *stops]
 
     @torch.no_grad()
     def logits(tokens: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ published: ``NAME.weight`` beside ``NAME.weight_scale_inv``, announced by ``quan
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from titan_train.export.tokenizer_json import special_tokens, tokenizer_json
 from titan_train.files import write_atomic
 from titan_train.generation import LoadedRun
 from titan_train.models.family import Family
-from titan_train.models.hf.folder import PREFIX, read_published
+from titan_train.models.hf.folder import GENERATION, PREFIX, read_published
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.tasks.vision.processor import processor_files
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
@@ -71,7 +72,7 @@ def write_hf(
     )
     if group is not None and group.rank() > 0:
         return
-    write_json(folder / "generation_config.json", generation_config(run))
+    write_json(folder / GENERATION, generation_config(run))
     if _published_length(run) > run.config.model.seq_len:
         write_json(folder / DESCRIPTION, {"seq_len": run.config.model.seq_len})  # of the training, for `eval`
     write_tokenizer_files(folder, run.tokenizer, run.config.model.seq_len, run.template, add_bos=bool(run.begin_ids))
@@ -90,12 +91,13 @@ def hf_config(run: LoadedRun, family: Family, dtype: ExportDtype) -> dict[str, A
         config["max_position_embeddings"] = max(run.config.model.seq_len, stretched, _published_length(run))
     if dtype == "float8":
         config["quantization_config"] = float8_config(run.model, family)
+    several = isinstance(config.get("eos_token_id"), list)  # not every class of transformers takes a list
     # two spellings each: transformers 4 reads the second
     return config | {
         "dtype": DTYPE_NAMES[dtype],
         "torch_dtype": DTYPE_NAMES[dtype],
         "use_cache": True,
-        **_token_ids(run.tokenizer),
+        **_token_ids(run.tokenizer, run.stop_ids if several else ()),
     }
 
 
@@ -113,9 +115,8 @@ def _published_length(run: LoadedRun) -> int:
 
 def generation_config(run: LoadedRun) -> dict[str, Any]:
     """The content of ``generation_config.json``."""
-    ids, eos = _token_ids(run.tokenizer), run.tokenizer.eos_id
-    ends = [token for token in answer_stops(run.tokenizer, run.template)[0] if token != eos]
-    return {**ids, "eos_token_id": [eos, *ends]} if ends else {"_from_model_config": True, **ids}
+    ids = _token_ids(run.tokenizer, [*run.stop_ids, *answer_stops(run.tokenizer, run.template)[0]])
+    return ids if isinstance(ids["eos_token_id"], list) else {"_from_model_config": True, **ids}
 
 
 def _is_tied(model: nn.Module) -> bool:
@@ -123,8 +124,10 @@ def _is_tied(model: nn.Module) -> bool:
     return head is not None and head is getattr(getattr(model, "tok_embeddings", None), "weight", None)
 
 
-def _token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+def _token_ids(tokenizer: Tokenizer, stop_ids: Sequence[int] = ()) -> dict[str, Any]:
+    ends = [*dict.fromkeys([tokenizer.eos_id, *stop_ids])]
+    eos = ends if len(ends) > 1 else ends[0]
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos, "pad_token_id": tokenizer.pad_id}
 
 
 def write_tokenizer_files(

@@ -1,14 +1,13 @@
 """Load an exported folder by what lies in it, with the library that its users load it with."""
 
 import contextlib
-import json
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
 
 from titan_train.export.gate import Exported
 from titan_train.export.tokenizer_json import folder_ids, folder_text
-from titan_train.files import read_text, refuse_link_out
+from titan_train.files import refuse_link_out
+from titan_train.models.hf.folder import stop_ids_of
 from titan_train.terminal import first_line
 from titan_train.tokenizers.huggingface import ids_before_text
 from titan_train.trust import admit_machine_code
@@ -104,16 +103,6 @@ def read_exported(folder: Path) -> Exported:
 
         return GgufModel(folder)
     raise ValueError(f"{folder} holds no exported model. Name a folder that `titan-train export` wrote.")
-
-
-def stop_ids_of(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text, as a folder of the hub says: often several, such as one that ends a turn of a conversation."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        found: Any = json.loads(read_text(file)).get("eos_token_id") if file.is_file() else None
-        if found is not None:
-            return tuple(int(token) for token in (found if isinstance(found, list) else [found]))
-    return ()
 
 
 def continue_text(exported: Exported, folder: Path, prompt: str, max_new_tokens: int) -> str:

@@ -20,6 +20,7 @@ from titan_train.models.arguments import model_args
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.optim.average import restore_averaged
 from titan_train.run_folder import checkpoint_folders, read_config
+from titan_train.run_folder.contents import kept_stop_ids
 from titan_train.task import load_task, task_name
 from titan_train.tokenizers import Tokenizer
 from titan_train.trust import admit_run_code
@@ -60,6 +61,7 @@ def load_run(
     tokenizer, template = load_saved_tokenizer(run_dir, config)
     # Of a run of prepared tokens, nothing asked whether the tokenizer has such a token.
     begin = (tokenizer.bos_id,) if config.data.add_bos and tokenizer.bos_id is not None else ()
+    stops = kept_stop_ids(run_dir)
     built_on = device if group is None else "meta"
     vocab_size = _vocab_size(config, tokenizer)
     model = build_model(config.model, vocab_size=vocab_size, device=built_on).requires_grad_(False)
@@ -72,12 +74,12 @@ def load_run(
             model, group, device=device, plan=parallel.tp_plan, replicate_kv=parallel.replicate_kv
         )
     if torch.device(device).type == "meta":
-        return LoadedRun(config, model.eval(), tokenizer, saved_step(run_dir, step), template, begin_ids=begin)
+        return LoadedRun(config, model.eval(), tokenizer, saved_step(run_dir, step), template, stops, begin)
     ranks = group or peers or one_rank()
     with Checkpointer(run_dir / "checkpoints", group=ranks) as checkpointer:
         state = TrainState(model=model, rng=False, shards=shards)
         found = restore_averaged(checkpointer, state, config, step, ranks)
-    return LoadedRun(config, model.eval(), tokenizer, found, template, begin_ids=begin)
+    return LoadedRun(config, model.eval(), tokenizer, found, template, stops, begin)
 
 
 def _vocab_size(config: Config, tokenizer: Tokenizer) -> int | None:

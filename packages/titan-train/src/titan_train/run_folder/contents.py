@@ -6,6 +6,7 @@ before a checkpoint counts.
 """
 
 import contextlib
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -17,11 +18,12 @@ from titan_ckpt.steps.listing import step_folders
 from titan_ckpt.storage.paths import is_there
 
 from titan_train.config import Config, parse_config
+from titan_train.config.published import RUN, TOKENIZER, split_start
 from titan_train.files import local_path, read_bytes, read_toml, write_atomic
+from titan_train.models.hf.folder import GENERATION, PREFIX, stop_ids_of
 
 BEST = "validation_loss"
 """The metric of a checkpoint that was validated when it was saved."""
-_HF = "hf:"
 _MODEL = "model"
 _SYNCED = ("", "tokenizer", _MODEL)
 
@@ -70,19 +72,33 @@ def with_kept_model(config: Config, run_dir: Path) -> Config:
 def _with_kept_model(config: Config, run_dir: Path) -> Config:
     """The same, whatever the folder's file is now: the weights of the run's checkpoints are of its own copy."""
     kept = run_dir / _MODEL / "config.json"
-    if not config.model.name.startswith(_HF) or not kept.is_file() or newest_checkpoint(run_dir) is None:
+    if not config.model.name.startswith(PREFIX) or not kept.is_file() or newest_checkpoint(run_dir) is None:
         return config
-    return replace(config, model=replace(config.model, name=f"{_HF}{kept.parent}"))
+    return replace(config, model=replace(config.model, name=f"{PREFIX}{kept.parent}"))
 
 
 def keep_model(config: Config, run_dir: Path) -> None:
-    """Keep ``config.json`` of ``model.name = "hf:DIR"`` in the run's folder, so that the run can do without DIR."""
-    if config.model.name.startswith(_HF):
+    """Keep in the run's folder what it needs of others, so that it can do without them.
+
+    That is ``config.json`` of ``model.name = "hf:DIR"``, and the tokens that end a text of ``model.init``.
+    """
+    if config.model.name.startswith(PREFIX):
         file = local_path(config.model.name) / "config.json"
         kept = run_dir / _MODEL / "config.json"
         if file.resolve() != kept.resolve():
-            kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(kept, read_bytes(file))
+    init = config.model.init
+    if TOKENIZER not in config.model.init_changes:  # else the ids are those of another vocabulary
+        ids = stop_ids_of(local_path(init)) if init.startswith(PREFIX) else ()
+        ids = kept_stop_ids(split_start(init)[0]) if init.startswith(RUN) else ids
+        if ids:
+            write_atomic(run_dir / _MODEL / GENERATION, json.dumps({"eos_token_id": ids}) + "\n")
+
+
+def kept_stop_ids(run_dir: Path) -> tuple[int, ...]:
+    """The tokens that end a text in the folder that a run's weights came from; none if they came from no such folder."""
+    folder = run_dir / _MODEL
+    return stop_ids_of(folder) if (folder / GENERATION).is_file() else ()
 
 
 def pipeline_file(run_dir: Path) -> Path:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from titan_train.config import parse_config
 from titan_train.config.published import published_tokenizer
 from titan_train.export.hf_model import HfModel
-from titan_train.export.load import load_exported, refuse_options_of_runs, stop_ids_of, target_of, using
+from titan_train.export.load import load_exported, refuse_options_of_runs, target_of, using
 from titan_train.export.step_model import SteppedModel
 from titan_train.files import read_text
 from titan_train.generation import LoadedRun, load_run
+from titan_train.models.hf.folder import stop_ids_of
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, load_tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME, adds_bos, ids_before_text
 from titan_train.tokenizers.protocol import SAVED_NAME

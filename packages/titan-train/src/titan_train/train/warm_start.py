@@ -24,7 +24,7 @@ from titan_train.config.model import ModelConfig
 from titan_train.config.published import TOKENIZER
 from titan_train.models import named_parameters
 from titan_train.models.arguments import model_args
-from titan_train.models.hf.folder import PREFIX, folder_of, read_published, split_depth, with_changes
+from titan_train.models.hf.folder import PREFIX, folder_of, read_published, split_depth, stop_ids_of, with_changes
 from titan_train.models.hf.names import as_files_have, unread
 from titan_train.models.hf.plan import HFPlan
 from titan_train.models.registry import family_of, find_model
@@ -58,6 +58,7 @@ def check_init(init: str, whole: nn.Module, config: ModelConfig) -> tuple[Path, 
             "Use a family's model, or remove model.init."
         )
     published = read_published(init, key="model.init")
+    stop_ids_of(folder)  # refuses what the run could not keep
     hf = family.load_hf()
     args: Any = whole.args
     what = "its config.json describes another model"

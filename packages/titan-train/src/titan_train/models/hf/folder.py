@@ -10,6 +10,8 @@ from titan_train.files import download_hint, local_path, read_text, refuse_link_
 from titan_train.values import did_you_mean
 
 PREFIX = "hf:"
+GENERATION = "generation_config.json"
+"""The file of a folder that says how its model generates."""
 DEPTH = "mtp_depth"
 """The setting of ``model.args`` that is none of ``config.json``."""
 DROPOUTS = (
@@ -30,6 +32,22 @@ def folder_of(name: str) -> Path:
     return local_path(name)
 
 
+def stop_ids_of(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text, as a folder of the hub says: often several, such as one that ends a turn of a conversation.
+
+    Raises:
+        ValueError: A file that may say so is a link out of the folder, no JSON object, or names no ids.
+    """
+    for file in (folder / GENERATION, folder / "config.json"):
+        found: Any = _content(file).get("eos_token_id") if file.is_file() else None
+        ids = cast("list[Any]", found if isinstance(found, list) else [found])
+        if found is not None and not all(type(token) is int for token in ids):
+            raise ValueError(f"{file}: eos_token_id={found!r} must be the id of a token, or a list of ids. Correct it.")
+        if found is not None:
+            return tuple(ids)
+    return ()
+
+
 def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
     """The content of the folder's ``config.json``.
 
@@ -45,14 +63,18 @@ def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
         raise ValueError(
             f"{key}={name!r}: {file} does not exist. Name a complete folder of Hugging Face.{download_hint(name)}"
         )
+    return with_floats(_content(file, f"{key}={name!r}: "))
+
+
+def _content(file: Path, asked: str = "") -> dict[str, Any]:
     refuse_link_out(file)
     try:
         content: Any = json.loads(read_text(file))
     except ValueError as err:
-        raise ValueError(f"{key}={name!r}: {file} is not valid JSON ({err}). Fetch the folder again.") from err
+        raise ValueError(f"{asked}{file} is not valid JSON ({err}). Fetch the folder again.") from err
     if not isinstance(content, dict):
-        raise ValueError(f"{key}={name!r}: {file} is not a JSON object. Fetch the folder again.")
-    return with_floats(content)
+        raise ValueError(f"{asked}{file} is not a JSON object. Fetch the folder again.")
+    return cast("dict[str, Any]", content)
 
 
 def split_depth(name: str, args: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
