@@ -1,5 +1,6 @@
 """`titan_ckpt.integrations`: a run that is stopped and resumed goes on as one that was not, bitwise."""
 
+import itertools
 import json
 import re
 import warnings
@@ -149,38 +150,88 @@ def test_a_transformers_trainer_saves_and_resumes_the_state_of_callbacks(tmp_pat
         assert train(6, str(tmp_path / "checkpoint-4")) == [6]
 
 
-def train_accelerate(root: Path, steps: int) -> list[torch.Tensor]:
+def train_accelerate(root: Path, steps: int, seed: int = 0, shuffle: bool = True) -> list[torch.Tensor]:
+    """As the module's docstring says; six batches are a pass."""
     import accelerate
     from titan_ckpt.integrations.accelerate import AccelerateCheckpoint
 
-    accelerator = accelerate.Accelerator(cpu=True)
+    seedable = accelerate.DataLoaderConfiguration(use_seedable_sampler=shuffle)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=seedable)
     net = model()
+    torch.manual_seed(seed)
     optim = torch.optim.AdamW(net.parameters(), lr=1e-2)
     sched = torch.optim.lr_scheduler.StepLR(optim, 3, 0.5)
     # a generator of its own: beginning to read draws from it, not from dropout's
-    loader = torch.utils.data.DataLoader(rows(), batch_size=4, generator=torch.Generator())
+    loader = torch.utils.data.DataLoader(rows(), batch_size=4, shuffle=shuffle, generator=torch.Generator())
     net, optim, sched, loader = accelerator.prepare(net, optim, sched, loader)
     checkpoint = AccelerateCheckpoint(accelerator, root, keep_last=2)
-    done = checkpoint.restore()
-    for step, batch in enumerate(accelerator.skip_first_batches(loader, checkpoint.counts["batches"]), done + 1):
-        accelerator.backward(net(**batch)["loss"])
-        optim.step()
-        sched.step()
-        optim.zero_grad()
-        checkpoint.counts["batches"] += 1
-        checkpoint.save(step)
-        if step == steps:
-            break
-    checkpoint.checkpointer.close()
-    return weights(net)
+    step, counts = checkpoint.restore(), checkpoint.counts
+    for epoch in itertools.count(counts.get("epoch", 0)):
+        loader.set_epoch(epoch)
+        for batch in accelerator.skip_first_batches(loader, counts["batches"]):
+            accelerator.backward(net(**batch)["loss"])
+            optim.step()
+            sched.step()
+            optim.zero_grad()
+            step, counts["batches"] = step + 1, counts["batches"] + 1
+            checkpoint.save(step)
+            if step == steps:
+                checkpoint.checkpointer.close()
+                return weights(net)
+        counts.update(epoch=epoch + 1, batches=0)
+    raise AssertionError
 
 
-def test_an_accelerate_loop_resumes_bitwise(tmp_path):
+@pytest.mark.parametrize(("shuffle", "stop"), [(False, 3), (True, 3), (True, 6), (True, 8)])  # 6: a pass ends there
+def test_an_accelerate_loop_resumes_bitwise(tmp_path, shuffle, stop):
     pytest.importorskip("accelerate", reason="a test dependency")
-    want = train_accelerate(tmp_path / "straight", 6)
-    train_accelerate(tmp_path / "stopped", 3)
-    assert_same(train_accelerate(tmp_path / "stopped", 6), want)
-    assert Checkpointer(tmp_path / "stopped").steps() == [5, 6]
+    want = train_accelerate(tmp_path / "straight", 10, shuffle=shuffle)
+    train_accelerate(tmp_path / "stopped", stop, shuffle=shuffle)
+    assert_same(train_accelerate(tmp_path / "stopped", 10, seed=1, shuffle=shuffle), want)
+    assert Checkpointer(tmp_path / "stopped").steps() == [9, 10]
+
+
+def prepared_loader(root: Path, seed: int, seedable: bool = True) -> tuple[Any, Any]:
+    """A loader that shuffles, of six batches, and what saves it."""
+    import accelerate
+    from titan_ckpt.integrations.accelerate import AccelerateCheckpoint
+
+    torch.manual_seed(seed)
+    options = accelerate.DataLoaderConfiguration(use_seedable_sampler=seedable)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=options)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(24), batch_size=4, shuffle=True))
+    return loader, AccelerateCheckpoint(accelerator, root)
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+@pytest.mark.parametrize("taken", [0, 1, 6])
+def test_a_loader_of_accelerate_is_restored_in_its_pass_and_after_the_last_batch_in_the_next(tmp_path, passes, taken):
+    pytest.importorskip("accelerate", reason="a test dependency")
+    loader, checkpoint = prepared_loader(tmp_path, 1)
+    for _ in range(passes):
+        list(loader)
+    batches = iter(loader)
+    for _ in range(taken):
+        next(batches)
+    checkpoint.save(1)
+    other, restored = prepared_loader(tmp_path, 2)
+    assert restored.restore() == 1
+    assert other.iteration == passes + (taken == 6)
+    loader.set_epoch(other.iteration)
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in loader]
+
+
+def test_loaders_of_accelerate_whose_order_cannot_be_found_again_are_refused(tmp_path):
+    pytest.importorskip("accelerate", reason="a test dependency")
+    _, checkpoint = prepared_loader(tmp_path, 1, seedable=False)
+    for refused in (checkpoint.restore, lambda: checkpoint.save(1)):
+        with pytest.raises(ValueError, match=r"shuffles by a RandomSampler.*use_seedable_sampler=True"):
+            refused()
+    _, checkpoint = prepared_loader(tmp_path, 1)
+    checkpoint.save(1)
+    checkpoint.accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4)))
+    with pytest.raises(ValueError, match="passes of 1 data loaders, and the accelerator has 2"):
+        checkpoint.restore()
 
 
 def hf_trainer(root: Path, steps: int, **options: Any) -> Any:

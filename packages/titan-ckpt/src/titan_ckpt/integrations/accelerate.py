@@ -1,14 +1,21 @@
 """Accelerate with titan-ckpt: all that an ``Accelerator`` has prepared, saved and restored.
 
 checkpoint = AccelerateCheckpoint(accelerator, "runs/a/ckpt", keep_last=2)
-done = checkpoint.restore()
-loader = accelerator.skip_first_batches(loader, checkpoint.counts["batches"])
-...
-    checkpoint.counts["batches"] += 1
-    checkpoint.save(step)
+step, counts = checkpoint.restore(), checkpoint.counts
+for epoch in range(counts.get("epoch", 0), epochs):
+    loader.set_epoch(epoch)
+    for batch in accelerator.skip_first_batches(loader, counts["batches"]):
+        ...
+        step, counts["batches"] = step + 1, counts["batches"] + 1
+        checkpoint.save(step)
+    counts.update(epoch=epoch + 1, batches=0)
 
-A stateful loader (``use_stateful_dataloader=True``) goes on by itself: do not skip its batches. It does so on as many
-processes as saved.
+A shuffled loader needs ``DataLoaderConfiguration(use_seedable_sampler=True)``, so that the order of a pass follows from a seed
+and its number. Give loaders ``generator=torch.Generator()``: others draw from torch's generator where they begin to read, also
+in the middle of a pass, and dropout is another after that.
+
+A stateful loader (``use_stateful_dataloader=True``) goes on by itself: do not skip its batches, and leave out ``set_epoch``. It
+does so on as many processes as saved.
 """
 
 from collections.abc import Sequence
@@ -17,6 +24,7 @@ from typing import Any, NoReturn
 
 from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from titan_ckpt import Checkpointer, SaveJob, TrainState
 
@@ -46,7 +54,8 @@ class AccelerateCheckpoint:
         """Save what the accelerator has prepared and registered, its gradient scaler and place in an accumulation, and `counts`.
 
         Raises:
-            ValueError: DeepSpeed or Megatron-LM holds the state, or ``save_state`` has hooks.
+            ValueError: DeepSpeed or Megatron-LM holds the state, ``save_state`` has hooks, or the order of a shuffled loader
+                cannot be found again.
         """
         state = self._state()
         state.extra.update(self._may_be_new())
@@ -58,7 +67,8 @@ class AccelerateCheckpoint:
         A gradient scaler or an accumulation that is new begins anew.
 
         Raises:
-            ValueError: The step has more registered objects, other stateful loaders, or those of another number of processes.
+            ValueError: As `save`; or the step has more registered objects, another number of loaders, other stateful loaders, or
+                those of another number of processes.
         """
         state = self._state()
         own = {name for name in state.extra if name.startswith(_OWN)}
@@ -96,6 +106,8 @@ class AccelerateCheckpoint:
         """What a run may begin to use when it resumes: saved, and restored only from a step that has it."""
         held: Any = self.accelerator
         parts: dict[str, Any] = {} if held.scaler is None else {f"{_OWN}scaler": held.scaler}
+        if held._dataloaders:
+            parts[f"{_OWN}passes"] = _Passes(held)
         if held.gradient_state.num_steps > 1:
             parts[f"{_OWN}step"] = _AccumulationStep(held)
         return parts
@@ -115,6 +127,56 @@ def _check(held: Any) -> None:
             "which write and read files in a folder that AccelerateCheckpoint does not make. Remove them, and give what they "
             "save to accelerator.register_for_checkpointing."
         )
+    for sampler in map(_sampler, held._dataloaders):
+        if isinstance(sampler, _DRAWN) and not hasattr(sampler, "set_epoch"):
+            raise ValueError(
+                f"a data loader that the accelerator has prepared shuffles by a {type(sampler).__name__}, whose order is drawn "
+                "anew where a pass begins: after a resume in the middle of one, other samples would come. For shuffle=True, make "
+                "the Accelerator with dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True); else give the loader "
+                "a sampler with set_epoch, whose order follows from a seed and the number of the pass."
+            )
+
+
+_DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def _sampler(loader: Any) -> Any:
+    """What draws the order of a prepared loader; None if nothing does."""
+    given = getattr(loader, "sampler", None)
+    batches = given if isinstance(given, BatchSampler) else getattr(loader, "batch_sampler", None)
+    return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)  # of this process, of all
+
+
+class _Passes:
+    """The number of each prepared loader's pass, and the seed of its order."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": [self._of(loader) for loader in self._held._dataloaders]}
+
+    def _of(self, loader: Any) -> dict[str, int | None]:
+        begun = any(loader is other for other in self._held.gradient_state.dataloader_references)
+        ends = begun and loader.end_of_dataloader  # with the batch in hand: the next one is of the next pass
+        return {
+            "number": getattr(loader, "iteration", 0) + ends,
+            "seed": getattr(_sampler(loader), "initial_seed", None),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved: list[dict[str, int | None]] = state["passes"]
+        loaders: list[Any] = self._held._dataloaders
+        if len(saved) != len(loaders):
+            raise ValueError(
+                f"the step has the passes of {len(saved)} data loaders, and the accelerator has {len(loaders)}: which is which "
+                "does not follow. Prepare the same ones."
+            )
+        for loader, of in zip(loaders, saved, strict=True):
+            if of["seed"] is not None and hasattr(_sampler(loader), "initial_seed"):
+                _sampler(loader).initial_seed = of["seed"]
+            if hasattr(loader, "set_epoch"):
+                loader.set_epoch(of["number"])
 
 
 class _AccumulationStep:
