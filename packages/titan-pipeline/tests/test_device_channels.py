@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections import Counter, deque
+from datetime import timedelta
 
 import pytest
 
@@ -15,6 +16,7 @@ from titan_pipeline.runtime import (  # noqa: E402
     DeviceTransport,
     Executor,
     GlooTransport,
+    PipelineAborted,
     TiedWeight,
     TorchStage,
     solve_on_rank0,
@@ -200,6 +202,65 @@ def test_the_receive_of_what_comes_next_is_posted_before_this_action_and_two_ahe
     assert len(forwards) == 6
     assert max(ahead) <= 2
     assert min(ahead[1:-1]) >= 1, events
+
+
+def _late_neighbour():
+    """Rank 1 waits for rank 0, which sends only when rank 1 has posted the receive of what rank 2 sent."""
+    transport = make(build_schedule("1f1b", 3, 3))
+    store, rank = dist.distributed_c10d._get_default_store(), transport.rank
+    keys = {0: (0, 1, 0), 2: (1, 1, 0)}
+    if rank == 1:
+        plain = transport._exchange
+
+        def exchange(way, pair, tensors):
+            works = plain(way, pair, tensors)
+            store.set(f"posted from {pair[0]}", "")
+            return works
+
+        transport._exchange = exchange
+        transport.begin({source: [key] for source, key in keys.items()}, {})
+        got = [transport.receive(source, key)[0].item() for source, key in keys.items()]
+    else:
+        transport.begin({}, {1: 1})
+        if rank == 0:
+            store.wait(["posted from 2"], timedelta(seconds=10))
+        transport.send(1, keys[rank], (torch.full((1,), float(rank)),))
+        got = []
+    return got, transport.close_step(None, ())
+
+
+def test_while_a_rank_waits_for_one_neighbour_it_posts_receives_for_the_other():
+    """What waits for the device in that neighbour (a kernel's compilation) waits for its sends, too."""
+    results = testing.run_ranks(_late_neighbour, 3)
+    assert [got for got, _ in results] == [[], [0.0, 2.0], []]
+    assert all(closed == (None, [[], [], []]) for _, closed in results)
+
+
+def _no_memory():
+    schedule = build_schedule("1f1b", 3, 6)
+    transport = make(schedule)
+    executor, step = run_step(schedule, transport)
+    plain, calls = torch.empty_like, []
+
+    def empty_like(tensor, **options):
+        calls.append(tensor)
+        if transport.rank == 1 and len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(tensor, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", empty_like)
+        with pytest.raises(PipelineAborted if transport.rank != 1 else torch.OutOfMemoryError) as caught:
+            step()
+    executor.reset()
+    return str(caught.value), step()
+
+
+def test_a_rank_without_memory_for_a_message_says_so_and_blames_no_neighbour():
+    results = testing.run_ranks(_no_memory, 3)
+    for rank, (said, loss) in enumerate(results):
+        assert loss > 0, "the channels are clean again"
+        assert said == "CUDA out of memory" if rank == 1 else "rank 1 failed at action" in said
 
 
 def _between_ends():

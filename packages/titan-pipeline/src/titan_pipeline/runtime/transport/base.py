@@ -1,7 +1,7 @@
 """What the executor asks of a transport, and the mailbox that transports share."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from titan_pipeline.runtime.transport.messages import Key, Payload, PeerFailure
@@ -93,12 +93,12 @@ class Receiver:
                 self.changed.wait()
             return self.arrived.pop(at)
 
-    def look(self, source: int, key: Key) -> Payload | PeerFailure:
-        """Wait for a message, as `take`, and leave it there."""
-        got = self.take(source, key)
-        if not isinstance(got, PeerFailure):
-            self.arrived[source, key] = got
-        return got
+    def look(self, source: int, key: Key, other: Callable[[], bool]) -> Payload | PeerFailure | None:
+        """Wait for a message, as `take`, and leave it there; None if ``other()`` comes true first."""
+        at = (source, key)
+        with self.changed:
+            self.changed.wait_for(lambda: at in self.arrived or self.failure is not None or other())
+            return self.arrived.get(at, self.failure)
 
     def wake(self) -> None:
         """Whoever waits looks again."""

@@ -6,11 +6,11 @@ would have to be read back from the device.
 
 Idea: one communicator per directed pair of neighbours, so that a pair's messages are a first-in-first-out channel that
 waits for nothing else; and headers over gloo, as in `GlooTransport`. What is queued on a communicator waits for what was
-queued to compute before it. So receives are posted before every action, as soon as their header is here and up to two
-messages ahead: the data comes while that action computes, and the stream waits for it only where it is needed. Memory of
-receives is taken and given back in the order of the program, however far the host runs ahead. What was sent is kept until
-the device says that it has left. After a failure each rank receives what is still in its channels and throws it away: they
-are clean again.
+queued to compute before it. So receives are posted before every action and while a rank waits for a header, as soon as
+their own is here and up to two messages ahead: the data comes while the rank computes, and the stream waits for it only
+where it is needed. Memory of receives is taken and given back in the order of the program, however far the host runs ahead.
+What was sent is kept until the device says that it has left. After a failure each rank receives what is still in its
+channels and throws it away: they are clean again.
 
 The first message of a channel connects it, and holds up the host until the other rank comes. So all channels are connected
 when they are made, in one order on all ranks.
@@ -108,28 +108,27 @@ class DeviceTransport(GlooTransport):
 
     def failed(self) -> PeerFailure | None:
         """Asked before every action: what the next actions need is posted before this one is queued."""
-        for source, order in self._coming.items():
-            posted = sum(source == other for other, _ in self._posted)
-            while order and posted < _AHEAD and (source, order[0]) in self._receiver.arrived:
-                try:
-                    self._post_next(source)
-                except RuntimeError as err:
-                    return self._stopped(source, err)
-                posted += 1
+        while (source := self._next_source()) is not None:
+            failure = self._try_to_post(source)
+            if failure is not None:
+                return failure
         return super().failed()
 
     def receive(self, source: int, key: Key) -> Payload | PeerFailure:
-        """Wait for the header; the stream that computes then waits for the tensors."""
+        """Wait for the header, and post what others send meanwhile; the stream that computes then waits for the tensors."""
         self._let_go()
         if (source, self.rank) not in self._channels:
             got = super().receive(source, key)
             return got if isinstance(got, PeerFailure) else self._on_device(got)
+        while (source, key) not in self._posted:
+            promised = self._receiver.look(source, key, lambda: self._next_source() is not None)
+            if isinstance(promised, PeerFailure):
+                return promised
+            ready = self._next_source()
+            failure = self._try_to_post(source if ready is None else ready)
+            if failure is not None:
+                return failure
         try:
-            while (source, key) not in self._posted:
-                promised = self._receiver.look(source, key)
-                if isinstance(promised, PeerFailure):
-                    return promised
-                self._post_next(source)
             payload, works = self._posted.pop((source, key))
             for work in works:
                 work.wait()  # on an accelerator: its stream waits, the host does not
@@ -216,11 +215,31 @@ class DeviceTransport(GlooTransport):
         if (source, self.rank) in self._channels:
             self._coming[source].append(key)
 
+    def _next_source(self) -> int | None:
+        """A source whose next message can be posted: its header is here, and fewer than `_AHEAD` before it are posted."""
+        for source, order in self._coming.items():
+            posted = sum(source == other for other, _ in self._posted)
+            if order and posted < _AHEAD and (source, order[0]) in self._receiver.arrived:
+                return source
+        return None
+
+    def _try_to_post(self, source: int) -> PeerFailure | None:
+        """As `_post_next`; why it could not, if that is not this rank's own lack of memory."""
+        try:
+            self._post_next(source)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as err:
+            return self._stopped(source, err)
+        return None
+
     def _post_next(self, source: int) -> None:
         """Post the receive of the next message of a source, whose header is here."""
-        key = self._coming[source].popleft()
-        promised = self._receiver.arrived.pop((source, key))
+        key = self._coming[source][0]
+        promised = self._receiver.arrived[source, key]
         payload = tuple(None if t is None else torch.empty_like(t, device=self._device) for t in promised)
+        self._coming[source].popleft()  # only now: what found no memory is drained
+        del self._receiver.arrived[source, key]
         tensors = [on_wire(t) for t in payload if t is not None]
         works = self._exchange(dist.irecv, (source, self.rank), tensors) if tensors else []
         if isinstance(promised, TensorTree):
