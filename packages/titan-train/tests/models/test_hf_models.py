@@ -12,6 +12,7 @@ from titan_ckpt import import_hf
 from titan_train.config.model import ModelConfig
 from titan_train.generation import generate
 from titan_train.models import build_model, flops_per_token, init_for
+from titan_train.models.hf.configuration import balance_ignored
 from titan_train.models.hf.plans import HF_PLANS
 from titan_train.models.hf.shape import shape_of_published
 from titan_train.models.traits import traits_of
@@ -194,6 +195,18 @@ def test_an_argument_that_changes_nothing_is_refused(tmp_path: Path) -> None:
         described(tmp_path, gemma, rope_theta=4e6)
     same = described(tmp_path, {"model_type": "llama", "rope_scaling": None, "rope_theta": 5e5}, attention_dropout=0.0)
     assert same.config.attention_dropout == 0.0
+
+
+def test_a_balance_loss_of_experts_is_refused_in_arguments_and_said_to_be_ignored_in_a_file(tmp_path: Path) -> None:
+    content = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    for args in ({"router_aux_loss_coef": 0.01}, {"output_router_logits": True}):
+        with pytest.raises(ValueError, match=r"model\.args\..*without a loss.*balance_loss"):
+            described(tmp_path, content, **args)
+    described(tmp_path, content | {"router_aux_loss_coef": 0.01}, output_router_logits=False)
+    assert balance_ignored(f"hf:{tmp_path}") == []  # nor does transformers compute it
+    described(tmp_path, content | {"output_router_logits": True})
+    (said,) = balance_ignored(f"hf:{tmp_path}")
+    assert said.startswith("output_router_logits=true in config.json")
 
 
 @pytest.mark.parametrize(

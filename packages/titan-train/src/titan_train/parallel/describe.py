@@ -5,6 +5,8 @@ from titan_pipeline import Schedule
 
 from titan_train.config import Config
 from titan_train.models.call import active_dropout, computes_on
+from titan_train.models.hf.configuration import balance_ignored
+from titan_train.models.hf.folder import PREFIX
 from titan_train.parallel.float8 import conversion_table, describe_conversion
 from titan_train.parallel.model import ParallelModel
 from titan_train.parallel.tensor.async_linears import overlapped_modules
@@ -35,6 +37,8 @@ def describe_options(config: Config, model: ParallelModel) -> list[str]:
             f"dropout is active: {rates}. What is dropped depends on run.seed, the step, and the rank's place in data and "
             "context parallelism and the pipeline. Set the rates to 0 in model.args to train without dropout"
         )
+    if config.model.name.startswith(PREFIX):
+        lines += balance_ignored(config.model.name)
     if config.profile.range is not None and config.profile.range[0] > config.train.steps:
         lines.append(
             f"profile.steps={config.profile.steps!r} begins after the last step, {config.train.steps}: no trace"

@@ -10,6 +10,13 @@ from titan_train.models.hf.plans import hf_plans
 from titan_train.trust import refuse_foreign_code
 from titan_train.values import did_you_mean
 
+_BALANCE = ("output_router_logits", "router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha", "moe_loss_weight")
+"""What families call the loss that spreads tokens over experts: whether it is computed, and its coefficient."""
+_NO_BALANCE = (
+    "a model of transformers trains here without a loss that spreads tokens over its experts. The families of titan-train have "
+    "one (model.args.balance_loss of Qwen3-MoE, Qwen3-Next and DeepSeek)"
+)
+
 
 def read_configuration(name: str, args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The configuration of transformers, and the content of ``config.json`` that it comes from.
@@ -45,6 +52,9 @@ def read_configuration(name: str, args: dict[str, Any]) -> tuple[Any, dict[str, 
             f"model.name={name!r}: the installed transformers has no model_type {kind!r}.{own} "
             f"{did_you_mean(kind, list(hf_plans()))}Use a folder whose architecture is part of transformers."
         )
+    for key, asked in args.items():
+        if asked and key.rpartition(".")[2] in _BALANCE:
+            raise ValueError(f"model.args.{key}={asked!r}: {_NO_BALANCE}. Leave it out, or train one of those.")
     published.pop("quantization_config", None)  # weights are read into full precision
     refuse_foreign_code(published, f"model.name={name!r}: config.json", of_folder=False)
     cls: Any = CONFIG_MAPPING[kind]
@@ -57,6 +67,15 @@ def read_configuration(name: str, args: dict[str, Any]) -> tuple[Any, dict[str, 
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
     return config, changed
+
+
+def balance_ignored(name: str) -> list[str]:
+    """A line for the log if the ``config.json`` of ``"hf:DIR"`` asks for a loss of routing, which has no effect."""
+    published = read_published(name)
+    parts = (published, published.get("text_config"))
+    if not any(isinstance(part, dict) and cast("dict[str, Any]", part).get("output_router_logits") for part in parts):
+        return []
+    return [f"output_router_logits=true in config.json of {name} has no effect: {_NO_BALANCE}"]
 
 
 def _refuse_idle(
