@@ -3,11 +3,13 @@
 import gzip
 import json
 import multiprocessing
+import threading
 
 import numpy as np
 import pytest
 from titan_train.config import DataConfig, SourceConfig
 from titan_train.data import DataLoader, MalformedInputError, PackedDataset, build_datasets, prepare
+from titan_train.data.prepared import one_process
 from titan_train.data.sources.document import CorpusFile
 from titan_train.data.sources.encoding import DocumentTokens
 from titan_train.data.stream.token_stream import TokenStream
@@ -141,12 +143,57 @@ def test_a_stream_asks_the_disk_once_for_each_file_when_it_opens_however_many_bl
     dataset = dataset_of(source_of(folder), tmp_path / "cache")
     batches(dataset, 30)
     dataset.close()
-    asked = []
-    monkeypatch.setattr(
-        CorpusFile, "stamp", lambda file, plain=CorpusFile.stamp: asked.append(file.name) or plain(file)
-    )
+    asked = count_stamps(monkeypatch)
     dataset_of(source_of(folder), tmp_path / "cache").close()
     assert sorted(asked) == [f"{number}.jsonl" for number in range(6)]
+
+
+def test_a_block_that_is_there_asks_for_its_own_files_and_a_save_for_none(tmp_path, monkeypatch):
+    folder = write_files(tmp_path / "text", num_files=6, documents=10)
+    dataset = dataset_of(source_of(folder), tmp_path / "cache")
+    _, state = batches(dataset, 12)
+    dataset.close()
+    reader = dataset_of(source_of(folder), tmp_path / "cache")
+    loader = DataLoader(reader, global_batch=4, microbatch=4, prefetch=0)
+    asked = count_stamps(monkeypatch)
+    for step in range(12):
+        next(loader)
+        assert len(asked) <= 3 * (step % 2 == 0)  # two steps a block
+        asked.clear()
+        last = loader.state_dict()
+        assert not asked
+    assert last == state
+
+
+def test_a_block_that_is_there_opens_while_another_process_has_the_folder(tmp_path):
+    folder = write_files(tmp_path / "text")
+    dataset = dataset_of(source_of(folder), tmp_path / "a")
+    plain, _ = batches(dataset, 2)
+    dataset.close()
+    (spool,) = (tmp_path / "a").glob("web-stream-*")
+    read = []
+
+    def resume():
+        read.append(batches(dataset_of(source_of(folder), tmp_path / "a"), 2)[0])
+
+    with one_process(spool):
+        thread = threading.Thread(target=resume, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert read
+    assert np.array_equal(read[0], plain)
+
+
+def test_a_block_that_was_damaged_before_the_run_is_made_again(tmp_path):
+    folder = write_files(tmp_path / "text")
+    plain, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 6)
+    (tokens,) = (tmp_path / "a").glob("web-stream-*/block-00000001*.tok")
+    whole = tokens.read_bytes()
+    for content in (whole[:100] + bytes(20) + whole[120:], whole[:100], b""):
+        tokens.write_bytes(content)
+        again, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 6)
+        assert np.array_equal(again, plain)
+        assert tokens.read_bytes() == whole
 
 
 def test_new_files_may_come_last_and_other_changes_are_refused(tmp_path):
@@ -255,6 +302,15 @@ def test_disk_and_memory_stay_bounded_and_removed_blocks_are_made_again(tmp_path
         path.unlink()
     again, _ = batches(dataset_of(source_of(folder), tmp_path / "a"), 60)
     assert np.array_equal(plain, again)
+
+
+def count_stamps(monkeypatch):
+    """A list of the files that the disk is asked for from now on."""
+    asked = []
+    monkeypatch.setattr(
+        CorpusFile, "stamp", lambda file, plain=CorpusFile.stamp: asked.append(file.name) or plain(file)
+    )
+    return asked
 
 
 def count_documents(monkeypatch):

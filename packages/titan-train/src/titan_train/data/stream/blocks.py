@@ -1,20 +1,26 @@
 """Blocks of a stream on disk: each made once, by whichever process comes first, and removed when it lies well behind.
 
-    blocks.json               the last blocks: where each begins, where the next one begins, the files it was read from
-    block-00000012.tok/.idx   its tokens, as any shard
+    blocks.json                        the last blocks: where each begins, where the next one begins, the files it was read from
+    block-00000012-1f0c9b7e.tok/.idx   its tokens, as any shard; named after where it begins and the files it was read from
 
-A block whose files have changed since, or whose shard is gone, is made again from where it begins, as are the blocks behind a
-changed one; a checkpoint knows that place too. If the place of a block is not known, the blocks before it are made until it is.
+A block whose files have changed since, or whose shard is gone or damaged, is made again from where it begins, as are the blocks
+behind a changed one; a checkpoint knows that place too. If the place of a block is not known, the blocks before it are made until
+it is.
+
+The folder is locked to make a block, not to open one: its files and the list appear whole, and no other content has their names.
+Of all files, the disk is asked when a stream opens or resumes and when a block is made; of those that a block was read from, also
+when it is opened.
 """
 
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from titan_train.config import DataConfig, SourceConfig
-from titan_train.data.prepared import PreparedFolder
+from titan_train.config.data import Verify
+from titan_train.data.prepared import PreparedFolder, content_key
 from titan_train.data.shards.format import ShardInfo, ShardWriter
 from titan_train.data.shards.token_source import ShardedTokens
 from titan_train.data.sources.chat import Conversations
@@ -75,27 +81,33 @@ class StreamBlocks:
         self._reader: StreamReader | None = None
         self._reader_at: StreamCursor | None = None
         self._reader_block = -1  # the block that it makes next
-        self._last: _Record | None = None  # the block made or opened last: other runs may push it out of the record
+        self._read: dict[int, _Record] = {}  # blocks made or opened last: other runs may push them out of the record
+        self._stamps = stamps_of(self._files)  # as the disk was last asked
+        self._found: set[str] = set()  # shards that are older: a machine that lost power may have damaged them
         self.step_blocks = 1
         """Blocks that a step reads."""
         self._bad = self._folder.bad_documents(source.name, config, streamed=True)
-        with self._folder.one_process():
-            self._forget_outdated()
+        self._forget_outdated()
 
     def open(self, number: int) -> ShardedTokens:
-        """A block, made if it is not there. Waits while another process makes it.
+        """A block, made if it is not there. Waits while another process makes one.
 
         Raises:
             ValueError: As `StreamReader.take`.
         """
+        if (found := self._on_disk(number)) is not None:
+            return found
         with self._lock, self._folder.one_process():
-            found = self._on_disk(number)
+            found = self._on_disk(number)  # another process may have made it meanwhile
             return found if found is not None else self._make(number)
 
     def cursor(self, number: int) -> tuple[int, StreamCursor | None]:
         """The last block up to ``number`` whose beginning is known, and that place; None is the first document."""
-        known = self._known(number)
-        return max(known), known[max(known)]
+        if (record := self._read.get(number)) is not None:
+            return number, record.begins
+        if (record := self._read.get(number - 1)) is not None:
+            return number, record.next
+        return self._last_known(number)
 
     def stands_at(self, number: int) -> bool:
         """Whether this process made the block before ``number``, so that it can continue without reading anything again."""
@@ -103,12 +115,12 @@ class StreamBlocks:
 
     def files(self, number: int) -> list[list[Any]]:
         """Name and size of each file that a block was read from; those that a checkpoint gave if the block is not on record."""
-        found = next((record.files for record in self._records() if record.block == number), None)
-        return self._given_files if found is None else [[name, size] for name, size, _ in found]
+        record = self._read.get(number) or self._recorded(number)
+        return self._given_files if record is None else [[name, size] for name, size, _ in record.files]
 
     def files_hash(self) -> str:
         """Hash (hex) of the names and sizes of all files."""
-        return hash_of(stamps_of(self._files))
+        return hash_of(self._stamps)
 
     def give(self, number: int, cursor: StreamCursor | None, files: list[list[Any]]) -> None:
         """Set where a block begins, as a checkpoint states it, unless it is at the first document.
@@ -121,7 +133,7 @@ class StreamBlocks:
         Raises:
             ValueError: If the files are not those that it was read from.
         """
-        stamps = stamps_of(self._files)
+        self._stamps = stamps = stamps_of(self._files)
         if cursor is not None:
             cursor.file_number(stamps, self._source.name)
             cursor.check_earlier(stamps, self._source.name)
@@ -133,24 +145,24 @@ class StreamBlocks:
                     "another size now: other samples would come. Restore the file, or allow it: "
                     "checkpoint.allow_data_change=true."
                 )
-        self._given_files = files
+        self._given_files, self._read = files, {}
         if cursor is not None:
             self._given[number] = cursor
 
     def _make(self, number: int) -> ShardedTokens:
-        known = self._known(number)
+        first, cursor = self._last_known(number)
         records = {record.block: record for record in self._records()}
         try:
-            for block in range(max(known), number + 1):
-                made = self._make_one(block, known[block])
-                known[block + 1] = made.next
+            for block in range(first, number + 1):
+                made = self._make_one(block, cursor)
+                cursor = made.next
                 records.pop(block, None)
-                records[block] = self._last = made
+                records[block] = made
+                self._remember(made)
         finally:
-            kept = max(_KEPT_RECORDS, _RECORDED_STEPS * self.step_blocks)
-            self._folder.write([*records.values()][-kept:], sync=False)
+            self._folder.write([*records.values()][-self._num_records :], sync=False)
         self._remove_before(number - max(_KEPT_BLOCKS, _KEPT_STEPS * self.step_blocks))
-        return self._opened(records[number].shard)
+        return self._opened(records[number].shard, "full")
 
     def _make_one(self, number: int, cursor: StreamCursor | None) -> _Record:
         reader = self._reader_from(number, cursor)
@@ -165,10 +177,10 @@ class StreamBlocks:
         self._reader_at, self._reader_block = after, number + 1
         writer = ShardWriter(
             self._folder.path,
-            f"block-{number:08d}",
+            f"block-{number:08d}-{content_key([None if cursor is None else asdict(cursor), reader.touched])[:8]}",
             vocab_size=reader.stored.vocab_size,
             tokenizer_fingerprint=self._tokenizer.fingerprint,
-            sync=False,  # a block is checked in full when it is opened, and made again if it is damaged
+            sync=False,  # a block is checked in full when a later process finds it, and made again if it is damaged
         )
         try:
             for document in documents:
@@ -200,37 +212,51 @@ class StreamBlocks:
             self._reader.close()
             self._reader = self._reader_at = None
 
-    def _known(self, number: int) -> dict[int, StreamCursor | None]:
-        """Where blocks up to ``number`` begin, as far as it is known and their files are unchanged."""
-        known: dict[int, StreamCursor | None] = {0: None}
-        records = [*([] if self._last is None else [self._last]), *self._records()]
-        if before := [record for record in records if record.block < number]:
-            stamps = stamps_of(self._files)
-            known |= {record.block + 1: record.next for record in before if self._is_current(record, stamps)}
-        return known | {block: cursor for block, cursor in self._given.items() if block <= number}
+    @property
+    def _num_records(self) -> int:
+        return max(_KEPT_RECORDS, _RECORDED_STEPS * self.step_blocks)
+
+    def _remember(self, record: _Record) -> None:
+        # Replaced as a whole: several threads read it. Of two that add at once, one may be lost, and is then read from the disk.
+        others = [other for other in self._read.items() if other[0] != record.block]
+        self._read = dict([*others, (record.block, record)][-self._num_records :])
+
+    def _last_known(self, number: int) -> tuple[int, StreamCursor | None]:
+        """As `cursor`, where the files are unchanged."""
+        given = max((block for block in self._given if block <= number), default=0)
+        before = [r for r in (*self._records(), *self._read.values()) if given <= r.block < number]
+        if before:
+            self._stamps = stamps_of(self._files)
+        for record in sorted(before, key=lambda record: record.block, reverse=True):
+            if self._is_current(record, self._stamps):
+                return record.block + 1, record.next
+        return given, self._given.get(given)
 
     def _on_disk(self, number: int) -> ShardedTokens | None:
-        record = next((record for record in self._records() if record.block == number), None)
-        if record is None or not self._is_current(record, stamps_of(self._files)):
+        record = self._recorded(number)
+        if record is None or record.begins != self._given.get(number, record.begins):
             return None
-        if record.begins != self._given.get(number, record.begins):
+        names = {name for name, *_ in record.files}
+        asked = zip(self._files, self._stamps, strict=True)
+        if not self._is_current(record, [file.stamp() if file.name in names else stamp for file, stamp in asked]):
             return None
         try:
-            found = self._opened(record.shard)
-        except ValueError:  # removed, or cut by a full disk: it is made again
+            found = self._opened(record.shard, "full" if record.shard.name in self._found else "header")
+        except (ValueError, FileNotFoundError):  # removed, or cut by a full disk: it is made again
             return None
-        self._last = record
+        self._remember(record)
         return found
 
-    def _opened(self, shard: ShardInfo) -> ShardedTokens:
+    def _opened(self, shard: ShardInfo, verify: Verify) -> ShardedTokens:
         return ShardedTokens(
             [self._folder.path],
             [shard],
             tokenizer_fingerprint=self._tokenizer.fingerprint,
             fingerprint=shard.tokens_sha256,
-            verify="full",
+            verify=verify,
             vocab_size=self._tokenizer.vocab_size * (1 if self._chats is None else 2),
             not_learned_from=None if self._chats is None else self._tokenizer.vocab_size,
+            keep=True,  # it may be removed while it is read
         )
 
     def _is_current(self, record: _Record, stamps: list[Stamp]) -> bool:
@@ -248,13 +274,20 @@ class StreamBlocks:
 
     def _forget_outdated(self) -> None:
         """Drop the first block whose files have changed, and those behind it, which may begin elsewhere now."""
-        records = sorted(self._records(), key=lambda record: record.block)
-        if not records:
-            return
-        stamps = stamps_of(self._files)
-        current = list(takewhile(lambda record: self._is_current(record, stamps), records))
+        records = self._records()
+        current = self._current(records)
         if len(current) < len(records):
-            self._folder.write(current, sync=False)
+            with self._folder.one_process():  # another process may have done it meanwhile, and made other blocks
+                current = self._current(self._records())
+                self._folder.write(current, sync=False)
+        self._found = {record.shard.name for record in current}
+
+    def _current(self, records: list[_Record]) -> list[_Record]:
+        in_order = sorted(records, key=lambda record: record.block)
+        return list(takewhile(lambda record: self._is_current(record, self._stamps), in_order))
+
+    def _recorded(self, number: int) -> _Record | None:
+        return next((record for record in self._records() if record.block == number), None)
 
     def _records(self) -> list[_Record]:
         return self._folder.read_or_restart() or []
