@@ -1,18 +1,18 @@
 """Tokenizer and token shards of a run: prepared once, then opened by every rank.
 
 Preparing needs neither torch nor a process group. The first process (the command line, or any rank under torchrun)
-locks the cache and does the work; the others wait for the lock and find the work done. No collective waits, so none
-times out while a large corpus is tokenized.
+locks what it makes, the tokenizer or a source's shards; others that need the same wait for it and find the work done. No
+collective waits, so none times out while a large corpus is tokenized.
 """
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_train.config import Config
+from titan_train.config import Config, TokenizerConfig
 from titan_train.data import (
     PackedDataset,
     ProgressCallback,
@@ -24,13 +24,14 @@ from titan_train.data import (
     prepare,
     show_progress,
 )
-from titan_train.data.prepared import one_process
 from titan_train.data.tokenizer import is_trained
 from titan_train.files import local_path, read_text, write_atomic
-from titan_train.run_folder.place import check_writable
+from titan_train.run_folder import check_writable, continued_folder
 from titan_train.task import Task, TaskInputs, task_name
-from titan_train.tokenizers import ChatTemplate, LabelBytes, Tokenizer, load_tokenizer
+from titan_train.tokenizers import ChatTemplate, LabelBytes, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
+from titan_train.tokenizers.protocol import SAVED_NAME
+from titan_train.tokenizers.sentencepiece_model import read_pieces
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -138,14 +139,49 @@ def check_inputs(config: Config) -> None:
         ValueError: A source has no files, the tokenizer's file is missing, or the cache cannot be written.
     """
     check_sources(config.data)
-    if not config.tokenizer.trains_here:
-        build_chat_template(config.tokenizer, build_tokenizer(config.tokenizer, config.data))
+    if not learned_tokenizer(config).trains_here:
+        build_chat_template(config.tokenizer, run_tokenizer(config))
     check_writable(cache_folder(config.data), "data.cache_dir")
 
 
 def has_tokenizer(config: Config) -> bool:
     """Whether the tokenizer needs not be trained first."""
-    return not config.tokenizer.trains_here or is_trained(config.tokenizer, config.data)
+    asked = learned_tokenizer(config)
+    return not asked.trains_here or is_trained(asked, config.data)
+
+
+def learned_tokenizer(config: Config) -> TokenizerConfig:
+    """The section ``tokenizer``, with the path of the vocabulary that the run's weights have learned, where it would train one.
+
+    A vocabulary is trained once for a run. The text may change later (a stream grows, a branch takes another mix), and a
+    vocabulary trained anew would give every embedding another token's meaning. So a run with a checkpoint takes the one in its
+    own folder, and a branch its parent's.
+    """
+    run_dir = continued_folder(config) if config.tokenizer.trains_here else None
+    if run_dir is None or not (run_dir / TOKENIZER_FOLDER / SAVED_NAME).is_file():
+        return config.tokenizer
+    return replace(config.tokenizer, path=str(run_dir / TOKENIZER_FOLDER))
+
+
+def run_tokenizer(config: Config, *, progress: ProgressCallback | None = None) -> Tokenizer:
+    """The tokenizer of a run: `build_tokenizer` of `learned_tokenizer`.
+
+    Raises:
+        ValueError: As `build_tokenizer`; or the weights have learned a vocabulary of another size or algorithm.
+    """
+    asked = learned_tokenizer(config)
+    tokenizer = build_tokenizer(asked, config.data, progress=progress)
+    if isinstance(tokenizer, SentencePieceTokenizer) and asked is not config.tokenizer:
+        size, kind = tokenizer.vocab_size, read_pieces(tokenizer.model).kind
+        fits = size == asked.vocab_size or (kind == "unigram" and size < asked.vocab_size)  # a short text gives fewer
+        if kind != asked.model_type or not fits:
+            raise ValueError(
+                f"tokenizer.vocab_size={asked.vocab_size} and model_type={asked.model_type!r}, but the weights have learned "
+                f"the vocabulary in {asked.path}: {size} ids, {kind}. Restore these settings, or choose another run.name. "
+                f"To begin that one with these weights and new embeddings, set model.init='run:{Path(asked.path).parent}' and "
+                "model.init_changes=['tokenizer']."
+            )
+    return tokenizer
 
 
 def prepare_inputs(config: Config, *, quiet: bool = False) -> None:
@@ -154,8 +190,8 @@ def prepare_inputs(config: Config, *, quiet: bool = False) -> None:
     Raises:
         ValueError: A source or the tokenizer cannot work; malformed input names file, line and byte.
     """
-    with one_process(cache_folder(config.data), ".prepare.lock"), _progress(quiet) as progress:
-        tokenizer = build_tokenizer(config.tokenizer, config.data, progress=progress)
+    with _progress(quiet) as progress:
+        tokenizer = run_tokenizer(config, progress=progress)
         prepare(config.data, tokenizer, progress=progress, template=build_chat_template(config.tokenizer, tokenizer))
 
 
@@ -165,7 +201,7 @@ def open_inputs(config: Config) -> Inputs:
     Raises:
         ValueError: It was not prepared, or the cache is damaged.
     """
-    tokenizer = build_tokenizer(config.tokenizer, config.data)
+    tokenizer = run_tokenizer(config)
     template = build_chat_template(config.tokenizer, tokenizer)
     train, validation = open_datasets(
         config.data, tokenizer, seq_len=config.model.seq_len, seed=config.run.seed, template=template
@@ -183,9 +219,9 @@ def prepared_rows(config: Config, rows: int) -> list[list[int]] | None:
     data = config.data
     if task_name(config) != "text" or not data.document_mask or any(source.stream for source in data.sources):
         return None
-    if not has_tokenizer(config):
-        return None
     try:
+        if not has_tokenizer(config):
+            return None
         dataset = open_inputs(config).train
         starts = dataset.document_starts(range(rows))
     except ValueError:  # not prepared, or not for as many rows

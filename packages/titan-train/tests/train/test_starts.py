@@ -186,7 +186,10 @@ def test_the_data_of_a_branch_is_not_opened_where_that_would_prepare_it(folder, 
     with pytest.raises(AssertionError):
         check_branch(config, whole, Opened())
     untrained = {"kind": "sentencepiece", "vocab_size": 300}
+    kept = folder / "runs" / "parent" / "tokenizer"
+    kept.rename(tmp_path / "away")
     check_branch(replace(config, tokenizer=configure(folder, "u", tokenizer=untrained).tokenizer), whole, Opened())
+    (tmp_path / "away").rename(kept)
 
 
 def test_weights_of_another_run_start_a_run_of_its_own(folder, tmp_path):

@@ -11,6 +11,7 @@ never continues a folder, and never reads it.
 import hashlib
 import json
 import logging
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from titan_train.data.sources.malformed import BadDocuments
 from titan_train.files import read_bytes, write_atomic
 
 State = TypeVar("State")
+_PATIENCE_S = 2.0
+"""Ranks wait as long for each other at every block of a stream; a longer wait is worth a line."""
 
 _logger = logging.getLogger(__name__)
 
@@ -88,17 +91,23 @@ def content_key(content: Any) -> str:
 
 
 @contextmanager
-def one_process(folder: Path, lock_name: str = ".lock") -> Generator[None]:
-    """Inside, no other process is inside for the same folder, which is created if it is missing."""
+def one_process(folder: Path) -> Generator[None]:
+    """Inside, no other process is inside for the same folder, which is created if it is missing. A long wait is logged."""
     import fcntl  # not on Windows
 
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / lock_name).open("w") as lock:
+    with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _logger.info("waiting for another process that prepares %s", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            waits = threading.Timer(
+                _PATIENCE_S, _logger.warning, ("waiting for another process that prepares %s", folder)
+            )
+            waits.start()
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            finally:
+                waits.cancel()
         except OSError as err:  # some network file systems have no locks
             _logger.warning("%s cannot be locked (%s): prepare it from one process only", folder, err)
         yield  # closing the file releases the lock

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from titan_train.config import DataConfig, TokenizerConfig
 from titan_train.config.data import TEXT_KINDS
-from titan_train.data.prepared import content_key
+from titan_train.data.prepared import content_key, one_process
 from titan_train.data.progress import ProgressCallback
 from titan_train.data.sources.document import held_out_fraction
 from titan_train.data.sources.documents import list_files
@@ -50,10 +50,13 @@ def build_tokenizer(
     if config.path:
         return _load(config)
     folder = _trained_folder(config, data, cache_of(data, cache_dir))
-    if (folder / SAVED_NAME).is_file():
-        return load_tokenizer(folder)
-    texts = training_texts(data.sources, data, max_bytes=config.train_max_bytes, progress=progress)
-    return train_sentencepiece(texts, config.vocab_size, folder, model_type=config.model_type)
+    saved = folder / SAVED_NAME
+    if not saved.is_file():
+        with one_process(folder):
+            if not saved.is_file():  # another process may have trained it meanwhile
+                texts = training_texts(data.sources, data, max_bytes=config.train_max_bytes, progress=progress)
+                return train_sentencepiece(texts, config.vocab_size, folder, model_type=config.model_type)
+    return load_tokenizer(folder)
 
 
 def is_trained(config: TokenizerConfig, data: DataConfig) -> bool:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from titan_train.run_folder.record import record_return, take_effect
     from titan_train.run_folder.rewind import check_rewind, set_best_aside, stage_rewind, staged_rewind
     from titan_train.run_folder.staging import changes, commit, discard, stage, staged_folder
-    from titan_train.run_folder.starts import check_unused, find_start, resolve_starts
+    from titan_train.run_folder.starts import check_unused, continued_folder, find_start, resolve_starts
 
 __all__ = [
     "BEST",
@@ -70,6 +70,7 @@ __all__ = [
     "check_writable",
     "checkpoint_folders",
     "commit",
+    "continued_folder",
     "discard",
     "find_start",
     "is_held",

@@ -40,6 +40,17 @@ def resolve_starts(config: Config, run_dir: Path | None = None) -> Config:
     return config
 
 
+def continued_folder(config: Config) -> Path | None:
+    """The folder of the run whose weights are trained on: this run's own once it has a checkpoint, else its parent's.
+
+    None: the run has still to begin.
+    """
+    run_dir, start = run_folder(config), config.checkpoint.start_from
+    if newest_checkpoint(run_dir) is not None:
+        return run_dir
+    return split_start(start)[0] if start else None
+
+
 def check_unused(config: Config, run_dir: Path) -> None:
     """Refuse to resume where ``checkpoint.resume`` is "never". What a launcher starts again goes on from its own checkpoints.
 

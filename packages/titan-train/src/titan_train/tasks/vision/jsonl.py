@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 
 from titan_train.config import Config
-from titan_train.config.published import split_start
 from titan_train.data import cache_folder
 from titan_train.data.prepared import PreparedFolder, content_key
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.files import read_text, write_atomic
 from titan_train.models.vision_language.args import EncoderArgs
-from titan_train.run_folder import newest_checkpoint, run_folder
+from titan_train.run_folder import continued_folder
 from titan_train.tasks.image_files import BrokenImage, read_json_lines
 from titan_train.tasks.vision.images import (
     FloatArray,
@@ -110,11 +109,9 @@ def _began_with(config: Config) -> str | None:
 
     None: it begins with whatever can be read now. Empty: its index is not on record.
     """
-    run_dir, start = run_folder(config), config.checkpoint.start_from
-    if newest_checkpoint(run_dir) is None:
-        if not start:
-            return None
-        run_dir, _ = split_start(start)
+    run_dir = continued_folder(config)
+    if run_dir is None:
+        return None
     file = run_dir / _INDEX_NAME
     return read_text(file, errors="replace").strip() if file.is_file() else ""
 

@@ -11,10 +11,10 @@ from titan_mesh import Mesh
 from torch import Tensor, nn
 
 from titan_train.config import Config
-from titan_train.data import build_tokenizer, cache_folder, check_sources
+from titan_train.data import cache_folder, check_sources
 from titan_train.data.sources.encoding import begin_ids
 from titan_train.files import read_text, write_atomic
-from titan_train.inputs import has_tokenizer, vocab_size_without_training
+from titan_train.inputs import has_tokenizer, learned_tokenizer, run_tokenizer, vocab_size_without_training
 from titan_train.models.arguments import model_args
 from titan_train.models.common.loss import count_valid, whole_vocabulary_loss
 from titan_train.models.vision_language.args import EncoderArgs
@@ -55,17 +55,17 @@ class VisionTask(Task):
     def prepare(self, config: Config, *, quiet: bool = False) -> None:
         """Make the tokenizer, and index the images of JSONL files."""
         args = _args(config)
-        begin_ids(config.data, build_tokenizer(config.tokenizer, config.data))
+        begin_ids(config.data, run_tokenizer(config))
         if config.vision.source == "jsonl":
             prepare_index(config, args, again=True)
 
     def check_inputs(self, config: Config) -> None:
         if config.vision.source == "jsonl":
             list_lines(config.vision.paths)
-        if config.tokenizer.trains_here:
+        if learned_tokenizer(config).trains_here:
             check_sources(config.data)  # the tokenizer is trained on them
         else:
-            begin_ids(config.data, build_tokenizer(config.tokenizer, config.data))
+            begin_ids(config.data, run_tokenizer(config))
         check_writable(cache_folder(config.data), "data.cache_dir")
 
     def vocab_size(self, config: Config) -> int | None:
@@ -142,7 +142,7 @@ class VisionInputs(TaskInputs):
     def __init__(self, config: Config) -> None:
         args, vision = _args(config), config.vision
         self._config = config
-        self.tokenizer = build_tokenizer(config.tokenizer, config.data)
+        self.tokenizer = run_tokenizer(config)
         self._label_bytes = LabelBytes(self.tokenizer)
         self.vocab_size = args.vocabulary(self.tokenizer.vocab_size)
         train, held_out, self._index = _documents(config, args)
