@@ -64,7 +64,11 @@ def owned_folder(prefix: str, parent: Path | None = None) -> Path:
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _sweep(parent, prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    (folder / _OWNER).write_text(json.dumps(asdict(Process.of(os.getpid()))), encoding="utf-8")
+    try:
+        (folder / _OWNER).write_text(json.dumps(asdict(Process.of(os.getpid()))), encoding="utf-8")
+    except OSError:  # nobody would ever sweep it
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder
 
 

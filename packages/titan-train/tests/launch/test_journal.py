@@ -3,10 +3,11 @@
 import errno
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from titan_train.config import Config, LaunchConfig, TrainConfig
-from titan_train.launch.job import Attempt
+from titan_train.launch.job import Attempt, RankExit
 from titan_train.launch.place.here import _Places
 from titan_train.launch.supervise import supervisor as module
 from titan_train.launch.supervise.journal import Journal
@@ -74,6 +75,22 @@ def test_an_error_that_waiting_does_not_cure_ends_the_attempt_at_once(tmp_path):
     supervisor._budget._most = 0
     assert supervisor.run() == 1
     assert "Permission denied" in out.getvalue()
+
+
+def test_a_rank_that_cannot_be_killed_ends_the_run_with_the_cause_and_its_name(tmp_path):
+    def end():
+        raise RuntimeError("SIGKILL has not ended rank 1 (process 812)")
+
+    class Stuck(NoRanks):
+        def start(self, attempt):
+            exits = lambda _: [RankExit(0, -9)]  # noqa: E731
+            return SimpleNamespace(exits=exits, beats=dict, node_of=lambda _: "here", order=lambda _: None, end=end)
+
+    out = io.StringIO()
+    assert Supervisor(Stuck(), Config(), tmp_path, ranks=2, out=out).run() == 1
+    assert "error: rank 0 of 2 was ended by SIGKILL" in out.getvalue()
+    assert out.getvalue().endswith("Not restarted: SIGKILL has not ended rank 1 (process 812).\n")
+    assert len((tmp_path / "attempts.jsonl").read_text().splitlines()) == 1
 
 
 class Few(NoRanks):

@@ -1,13 +1,18 @@
 import contextlib
 import datetime
+import errno
 import os
 import signal
+import socket
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 from titan_testing import run_ranks
 from titan_train.cli import check, run
 from titan_train.config import Config, LaunchConfig, ParallelConfig, load_config
 from titan_train.config.launch import RayConfig
+from titan_train.launch.node.agent import NodeAgent, NodeJob, NodeRanks
 from titan_train.launch.rank import info, worker
 from titan_train.launch.rank.info import (
     RankInfo,
@@ -23,6 +28,70 @@ from titan_train.train import trainer
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
 }  # fmt: skip
+
+
+class Forked:
+    """A rank's process, and whether a kill ends it."""
+
+    exitcode = None
+
+    def __init__(self, pid, dies=True):
+        self.pid, self.sentinel, self.dies = pid, pid, dies
+
+    def kill(self):
+        self.exitcode = -signal.SIGKILL if self.dies else None
+
+    def join(self, timeout=None):
+        assert self.exitcode is not None or timeout is not None, "waits for ever"
+
+
+def node_ranks(folder, monkeypatch, *forks, **words):
+    """Starts two ranks by an agent that forks these; an error among them is raised."""
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    forks = list(forks)
+
+    def fork(*_):
+        if isinstance(forks[0], Exception):
+            raise forks.pop(0)
+        return forks.pop(0)
+
+    agent = SimpleNamespace(stuck="", fork=fork)
+    return lambda: NodeRanks(agent, NodeJob(0, "", str(folder), 0, 2, 2, "cpu"), **words)
+
+
+def test_a_rank_that_sigkill_does_not_end_is_named_and_no_more_start_there(tmp_path, monkeypatch):
+    start = node_ranks(tmp_path, monkeypatch, Forked(811), Forked(812, dies=False), Forked(813))
+    ranks = start()
+    with pytest.raises(
+        RuntimeError, match=r"SIGKILL has not ended rank 1 \(process 812\) in 60 s: stuck in the kernel"
+    ):
+        ranks.end()
+    assert list(tmp_path.iterdir()) == []
+    ranks.end()
+    with pytest.raises(RuntimeError, match=r"rank 1 \(process 812\)"):
+        start()
+
+
+def test_where_one_rank_cannot_be_started_those_before_it_are_ended(tmp_path, monkeypatch):
+    first, full = Forked(811), OSError(errno.EMFILE, "Too many open files")
+    listener = socket.create_server(("127.0.0.1", 0))
+    start = node_ranks(tmp_path, monkeypatch, first, full, listener=listener)
+    with pytest.raises(OSError, match="Too many open files"):
+        start()
+    assert first.exitcode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+    assert listener.fileno() == -1
+
+
+@pytest.mark.parametrize("err", [EOFError("unexpected EOF"), BrokenPipeError()])
+def test_a_server_that_ends_while_it_forks_is_an_error_of_the_system(err):
+    def start():
+        raise err
+
+    agent = NodeAgent.__new__(NodeAgent)
+    agent._context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=start))
+    with pytest.raises(ConnectionError, match="the server that ranks are forked from ended"):
+        agent._started(print, (), "rank-0")
 
 
 def test_torchruns_variables_are_read():

@@ -1,6 +1,8 @@
 """Reports of a thousand nodes as few messages: the mailbox, the watch over agents, the choice of nodes. Without Ray."""
 
 import contextlib
+import errno
+import signal
 import socket
 import sys
 import threading
@@ -13,10 +15,12 @@ from titan_train.config.launch import RayConfig
 from titan_train.launch.job import RankExit
 from titan_train.launch.place.ray import actor as agent_module
 from titan_train.launch.place.ray import calls as module
+from titan_train.launch.place.ray import driver as driver_module
 from titan_train.launch.place.ray.calls import RayAgent, Watch, groups
 from titan_train.launch.place.ray.job import RayJob
 from titan_train.launch.place.ray.launcher import RayLauncher
 from titan_train.launch.place.ray.mailbox import Mailbox, News, NodeNews, alike, pack_beats, unpack_beats
+from titan_train.launch.place.ray.nodes import RayNodes
 from titan_train.launch.place.ray.topology import order, selectors
 from titan_train.launch.rank.heartbeat import Beat, Phase
 
@@ -296,6 +300,55 @@ def test_an_agent_of_a_run_on_a_cluster_outlasts_the_waits_of_its_driver_between
     with pytest.raises(SystemExit):
         agent._end_with_the_driver(asked["idle_s"])
     assert now == [2 * limit_s]
+
+
+def test_a_node_with_a_rank_that_cannot_be_killed_has_no_more(capsys):
+    def agent(name, said):
+        end = SimpleNamespace(remote=lambda _: type("Call", (), {"result": said})())
+        return RayAgent(SimpleNamespace(end=end, news=FakeAgent()), "10.0.0.1", name)
+
+    class Ray(FakeRay):
+        def wait(self, calls, num_returns, timeout):
+            return calls, []
+
+        def nodes(self):
+            return [{"NodeID": name, "Alive": True, "Resources": {}} for name in "abc"]
+
+    agents = [agent("a", ""), agent("b", "SIGKILL has not ended rank 1"), agent("c", FakeRay.exceptions.RayError())]
+    RayJob(Ray(), agents, 1).end()
+    assert [found.lost for found in agents] == [False, True, False]
+    assert capsys.readouterr().err == "note     node 10.0.0.1 (b): SIGKILL has not ended rank 1\n"
+    launcher = RayLauncher.__new__(RayLauncher)
+    launcher._ray, launcher._agents, launcher._ping = Ray(), agents, lambda: None
+    launcher._nodes = RayNodes(Ray(), RayConfig(), {})
+    assert launcher._living() == [agents[0], agents[2]]
+    assert list(launcher._nodes.alive()) == ["a", "c"]
+
+
+def test_a_supervisor_that_cannot_be_started_again_ends_the_window_with_the_reason(tmp_path, monkeypatch):
+    killed = []
+    ray = SimpleNamespace(
+        kill=lambda *_, **__: killed.append(1),
+        get_runtime_context=lambda: SimpleNamespace(current_actor=None, was_current_actor_reconstructed=False),
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(driver_module, "owned_folder", lambda _: tmp_path)
+    monkeypatch.setattr(driver_module, "time", SimpleNamespace(sleep=lambda _: None))
+    lives = iter([SimpleNamespace(wait=lambda: -signal.SIGKILL)])
+
+    def start(_):
+        for process in lives:
+            return process
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "python")
+
+    monkeypatch.setattr(driver_module.Driver, "_start", start)
+    driver = driver_module.Driver("", str(tmp_path), {}, ())
+    while (shown := driver.show("", 0, 0)).exit_code is None:
+        time.sleep(0.01)
+    assert shown.exit_code == 1
+    assert b"error: the supervisor could not be started: [Errno 2] No such file or directory: 'python'" in shown.err
+    while not killed:
+        time.sleep(0.01)
 
 
 def test_agents_are_told_between_attempts_that_the_supervisor_is_there_and_those_that_ended_are_lost():

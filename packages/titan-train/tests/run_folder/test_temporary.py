@@ -1,5 +1,6 @@
 """Temporary folders of killed processes are swept, of these alone."""
 
+import errno
 import json
 import os
 import subprocess
@@ -52,6 +53,16 @@ def test_a_folder_goes_only_where_its_owner_is_proven_gone(tmp_path, owner, age_
     os.utime(file, (file.stat().st_mtime - age_s,) * 2)
     owned_folder("titan-x-", tmp_path)
     assert folder.exists() is not swept
+
+
+def test_a_folder_whose_owner_cannot_be_written_does_not_stay(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        owned_folder("titan-x-", tmp_path)
+    assert names(tmp_path) == set()
 
 
 def test_what_names_no_owner_or_is_another_users_stays(tmp_path, monkeypatch):

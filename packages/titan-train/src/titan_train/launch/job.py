@@ -69,7 +69,11 @@ class RunningJob(Protocol):
         ...
 
     def end(self) -> None:
-        """Kill what still runs and free what the attempt held. Safe to call twice."""
+        """Kill what still runs and free what the attempt held. Safe to call twice.
+
+        Raises:
+            RuntimeError: A rank cannot be killed; the message names it.
+        """
         ...
 
 

@@ -11,6 +11,7 @@ actor on a Ray node) never imports torch itself.
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import shutil
 import signal
@@ -31,7 +32,8 @@ from titan_train.launch.rank.orders import Order, OrderSender, orders_file
 from titan_train.launch.validate import validate_in_child
 
 _SERVER_GONE = 255  # what multiprocessing says of a child whose server cannot tell how it ended
-_KILL_S = 10.0
+KILL_S = 60.0
+"""Seconds for ranks to end after SIGKILL: the kernel frees terabytes, and memory that devices know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ class NodeJob:
 
 class NodeAgent:
     """The server that has imported torch. It warms up in the background from the moment it is made."""
+
+    stuck = ""
+    """Says which ranks SIGKILL did not end, if there are any: no more are started here."""
 
     def __init__(self, threads_per_rank: int) -> None:
         """Start the server.
@@ -115,8 +120,11 @@ class NodeAgent:
 
     def _started(self, target: Any, arguments: tuple[Any, ...], name: str) -> Any:
         process = self._context.Process(target=target, args=arguments, name=name)
-        with _hidden_main(), without_working_directory():
-            process.start()
+        try:
+            with _hidden_main(), without_working_directory():
+                process.start()
+        except (EOFError, BrokenPipeError) as err:  # the machine may have no more processes or memory for it
+            raise ConnectionError("the server that ranks are forked from ended") from err
         return process
 
 
@@ -133,18 +141,29 @@ class NodeRanks:
             job: What they do.
             log_rank_0: Rank 0 prints into ``logs/`` like the others, not to this process's terminal.
             listener: The socket on which rank 0 serves the store, if there is one; closed here afterwards.
+
+        Raises:
+            OSError: One cannot be started; the others are ended.
+            RuntimeError: A rank is stuck on this machine; see `end`.
         """
-        self._folder = owned_folder("titan-train-")
-        jobs = job.rank_jobs(self._folder)
-        self._senders = {job.ranks.rank: OrderSender(orders_file(self._folder, job.ranks.rank)) for job in jobs}
+        self._agent = agent
+        self._senders: dict[int, OrderSender] = {}
         self._processes: dict[int, Any] = {}
-        for rank_job in jobs:
-            rank = rank_job.ranks.rank
-            log = str(Path(job.run_dir, "logs", f"rank-{rank}.log")) if rank or log_rank_0 else None
-            self._processes[rank] = agent.fork(rank_job, listener if rank == 0 else None, log)
-        if listener is not None:
-            listener.close()
-        self._waiting = {process.sentinel: rank for rank, process in self._processes.items()}
+        self._waiting: dict[int, int] = {}
+        with listener or contextlib.nullcontext():
+            if agent.stuck:
+                raise RuntimeError(agent.stuck)
+            self._folder = owned_folder("titan-train-")
+            try:
+                for rank_job in job.rank_jobs(self._folder):
+                    rank = rank_job.ranks.rank
+                    log = str(Path(job.run_dir, "logs", f"rank-{rank}.log")) if rank or log_rank_0 else None
+                    self._senders[rank] = OrderSender(orders_file(self._folder, rank))
+                    self._processes[rank] = agent.fork(rank_job, listener if rank == 0 else None, log)
+                    self._waiting[self._processes[rank].sentinel] = rank
+            except BaseException:
+                self.end()
+                raise
 
     @property
     def running(self) -> bool:
@@ -177,19 +196,38 @@ class NodeRanks:
             sender.send(order)
 
     def end(self) -> None:
-        """Kill what still runs, reap it, remove the folder."""
+        """Kill what still runs, reap it, remove the folder.
+
+        Raises:
+            RuntimeError: A rank does not end. Its agent starts no more.
+        """
+        deadline = time.monotonic() + KILL_S
         for rank in self._waiting.values():
             self._processes[rank].kill()
         for rank in self._waiting.values():
-            self._processes[rank].join()
-        self._waiting = {}
-        for rank, process in self._processes.items():
-            if process.exitcode == _SERVER_GONE:  # nobody reaps it, and it may still run
-                _kill_and_wait(orders_file(self._folder, rank), process.pid)
+            self._processes[rank].join(max(0.0, deadline - time.monotonic()))
+        stuck = {rank: process for rank, process in self._processes.items() if not self._is_gone(rank, deadline)}
+        self._processes, self._waiting = {}, {}
         for sender in self._senders.values():
             sender.close()
         self._senders = {}
         shutil.rmtree(self._folder, ignore_errors=True)
+        if stuck:
+            for process in stuck.values():  # or Python waits for it when this process ends
+                multiprocessing.process._children.discard(process)  # pyright: ignore[reportAttributeAccessIssue]
+            names = ", ".join(f"rank {rank} (process {process.pid})" for rank, process in stuck.items())
+            self._agent.stuck = (
+                f"SIGKILL has not ended {names} in {KILL_S:g} s: stuck in the kernel (a file system or a device does not "
+                "answer). Restart the machine"
+            )
+            raise RuntimeError(self._agent.stuck)
+
+    def _is_gone(self, rank: int, deadline: float) -> bool:
+        """Whether a rank that was killed has ended."""
+        process = self._processes[rank]
+        if process.exitcode != _SERVER_GONE:
+            return process.exitcode is not None
+        return _kill_and_wait(orders_file(self._folder, rank), process.pid, deadline)  # nobody reaps it
 
     def _code(self, rank: int) -> int:
         code = int(self._processes[rank].exitcode)
@@ -199,16 +237,17 @@ class NodeRanks:
         return 0 if done and code == -signal.SIGABRT else code
 
 
-def _kill_and_wait(orders: Path, pid: int) -> None:
-    """Kill a rank whose parent is gone; its number is still its own if it has its pipe of orders open."""
-    deadline = time.monotonic() + _KILL_S
-    while time.monotonic() < deadline:
+def _kill_and_wait(orders: Path, pid: int, deadline: float) -> bool:
+    """Kill a rank whose parent is gone; its number is still its own if it has its pipe of orders open. Whether it ended."""
+    while True:
         try:
             files = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
         except OSError:
-            return
+            return True
         if str(orders) not in files:
-            return
+            return True
+        if time.monotonic() >= deadline:
+            return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)

@@ -93,6 +93,8 @@ class Supervisor:
         self._lost_at: float | None = None
         self._before = before or Before()
         self._saved_step: int | None = None
+        self._stuck = ""
+        """Which ranks cannot be killed, if there are any."""
         self._budget = RestartBudget(config.launch, has_trained=self._before.again and bool(self._saved()))
         check_faults(parse_faults(config.launch.faults), ranks)
 
@@ -157,8 +159,9 @@ class Supervisor:
 
     def _after(self, outcome: Outcome, ended: Ended) -> int | None:
         """What follows a lost attempt: the exit code, or None to start again."""
-        if self._requests.stops:
-            self._journal.say(f"\nerror: {ended.text}\n{self._afterwards(ended)}")
+        if self._requests.stops or self._stuck:
+            why = f"\nNot restarted: {self._stuck}." if self._stuck else ""
+            self._journal.say(f"\nerror: {ended.text}\n{self._afterwards(ended)}{why}")
             return 130 if self._requests.end_now else 1
         decision = self._budget.decide(ended)
         if not decision.again:
@@ -213,8 +216,12 @@ class Supervisor:
         try:
             outcome = watched.watch()
         finally:
-            with contextlib.suppress(OSError):  # a full disk does not keep the ranks from being ended
+            try:
                 job.end()
+            except OSError:  # a full disk does not keep the ranks from being ended
+                pass
+            except RuntimeError as err:
+                self._stuck = str(err)
         if outcome.recovered_s is not None:
             self._lost_at = None
         return outcome

@@ -126,13 +126,17 @@ class NodeActor:
         if self._running is not None and self._obeys(term):
             self._running.ranks.order(Order[name])
 
-    def end(self, term: str) -> None:
-        """Kill this node's ranks."""
+    def end(self, term: str) -> str:
+        """Kill this node's ranks. Returns which of them do not end; empty if all do."""
         if not self._obeys(term):
-            return
+            return ""
         running, self._running = self._running, None
-        if running is not None:
-            running.end()
+        try:
+            if running is not None:
+                running.end()
+        except RuntimeError as err:
+            return str(err)
+        return ""
 
     def _obeys(self, term: str) -> bool:
         return self._term in ("", term)

@@ -43,6 +43,8 @@ class RayAgent:
     raylet: tuple[str, int] = ("", 0)
     """Address and port of the process of Ray that every node has."""
     lost: bool = False
+    stuck: bool = False
+    """A rank there cannot be killed."""
 
     @property
     def name(self) -> str:

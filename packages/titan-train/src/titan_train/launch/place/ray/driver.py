@@ -74,6 +74,8 @@ class Driver:
         self._environ = mine | environ | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: int | None = None
+        self._refused = b""
+        """Why the supervisor could not be started, if it could not."""
         self._collected = threading.Event()
         threading.Thread(target=self._keep, name="keep", daemon=True).start()
 
@@ -92,7 +94,8 @@ class Driver:
         if life != self._life:
             out_from = err_from = 0
         code = self._exit_code  # before the texts: they are whole once it is known
-        shown = Shown(self._life, self._text("out", out_from), self._text("err", err_from), code)
+        err = self._text("err", err_from) + (self._refused if code is not None else b"")
+        shown = Shown(self._life, self._text("out", out_from), err, code)
         if code is not None:
             self._collected.set()
         return shown
@@ -121,7 +124,13 @@ class Driver:
         """Start the supervisor again when it dies of anything but its own decision; end when it is done."""
         code = -1
         for _ in range(_MOST_CRASHES):
-            self._process = self._start()  # by this thread, which lives as long as the actor: see `_end_with_parent`
+            try:
+                self._process = (
+                    self._start()
+                )  # by this thread, which lives as long as the actor: see `_end_with_parent`
+            except (OSError, subprocess.SubprocessError) as err:
+                self._refused = f"\nerror: the supervisor could not be started: {err}\n".encode()
+                break
             code = self._process.wait()
             if code == TAKEN_OVER:  # Ray has started this actor elsewhere: end this process, and not that actor
                 os._exit(1)
@@ -136,9 +145,12 @@ class Driver:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def _text(self, name: str, start: int) -> bytes:
-        with (self._here / name).open("rb") as file:
-            file.seek(start)
-            return file.read()
+        try:
+            with (self._here / name).open("rb") as file:
+                file.seek(start)
+                return file.read()
+        except OSError:  # not there yet, or removed: the exit code is shown still
+            return b""
 
 
 def _end_with_parent() -> None:

@@ -1,16 +1,19 @@
 """The ranks of one attempt on a Ray cluster."""
 
+import contextlib
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from titan_train.launch.job import RankExit
+from titan_train.launch.node.agent import KILL_S
 from titan_train.launch.place.ray.calls import RayAgent, Watch, groups
 from titan_train.launch.place.ray.mailbox import NodeNews, unpack_beats
 from titan_train.launch.rank.heartbeat import Beat
 from titan_train.launch.rank.orders import Order
 
-_END_S = 60.0  # for an agent to kill its ranks
+_END_S = KILL_S + 30.0  # for an agent to kill its ranks
 
 
 class RayJob:
@@ -84,9 +87,13 @@ class RayJob:
 
     def end(self) -> None:
         """See `titan_train.launch.job.RunningJob`."""
-        calls = [agent.handle.end.remote(self._term) for agent in self._agents if not agent.lost]
-        if calls:
-            self._ray.wait(calls, num_returns=len(calls), timeout=_END_S)
+        calls = {agent.handle.end.remote(self._term): agent for agent in self._agents if not agent.lost}
+        ready, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=_END_S) if calls else ([], [])
+        for call in ready:
+            with contextlib.suppress(self._ray.exceptions.RayError):  # the node is gone, as the next attempt will see
+                if stuck := self._ray.get(call):
+                    calls[call].lost = calls[call].stuck = True
+                    print(f"note     {calls[call].name}: {stuck}", file=sys.stderr, flush=True)
 
     def _take(self, news: NodeNews) -> list[RankExit]:
         """Keep the news of a node; its ranks that have ended since the last."""

@@ -153,7 +153,9 @@ class RayLauncher(Launcher):
         """The agents whose nodes are there, as far as anyone knows."""
         self._ping()
         for agent in self._agents:
-            if agent.lost:
+            if agent.stuck:
+                self._nodes.rule_out(agent.node_id)
+            elif agent.lost:
                 self._nodes.suspect(agent.node_id)
         alive = self._nodes.alive()
         return [agent for agent in self._agents if not agent.lost and agent.node_id in alive]

@@ -37,6 +37,7 @@ class RayNodes:
         self._settings = settings
         self._bundle = bundle
         self._suspects: set[str] = set()
+        self._ruled_out: set[str] = set()
         self._spares: dict[str, Any] = {}
         self._asked: Any = None
 
@@ -49,12 +50,16 @@ class RayNodes:
         """An agent there was lost. Ray takes 15 s to believe that a node is gone: from now on, ask the node itself."""
         self._suspects.add(node_id)
 
+    def rule_out(self, node_id: str) -> None:
+        """A rank there cannot be killed: place nothing there any more."""
+        self._ruled_out.add(node_id)
+
     def alive(self) -> dict[str, dict[str, float]]:
         """Resources of every node by its id. A node that comes back has another id."""
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         suspects = raylets([node for node in nodes if node["NodeID"] in self._suspects])
         gone = {node for node, answer in zip(suspects, answers(list(suspects.values())), strict=True) if not answer}
-        return {node["NodeID"]: node["Resources"] for node in nodes if node["NodeID"] not in gone}
+        return {node["NodeID"]: node["Resources"] for node in nodes if node["NodeID"] not in gone | self._ruled_out}
 
     def labels(self) -> dict[str, Mapping[str, str]]:
         """Labels of every node by its id."""
@@ -153,7 +158,8 @@ class RayNodes:
         from ray.util.placement_group import placement_group
 
         alive = self.alive()
-        ruled_out = {node for node in self._suspects if node not in alive} | (set(held) if self.spread else set())
+        ruled_out = {node for node in self._suspects if node not in alive} | self._ruled_out
+        ruled_out |= set(held) if self.spread else set[str]()
         selector = {**(near or {}), **({_NODE_ID: f"!in({','.join(sorted(ruled_out))})"} if ruled_out else {})}
         return placement_group([self._bundle] * count, strategy=strategy, bundle_label_selector=[selector] * count)
 
