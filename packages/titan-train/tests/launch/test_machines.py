@@ -1,6 +1,7 @@
 """Several machines: commands on loopback, as machines would run them, and stand-ins that agree through one file."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -26,6 +27,7 @@ from titan_train.launch.rank.info import RankInfo
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.rank.worker import _tcp_store
 from titan_train.launch.supervise import supervisor
+from titan_train.run_folder import lease
 
 
 def free_port():
@@ -131,8 +133,8 @@ class StandIn:
 
     running = True
 
-    def __init__(self, job, log, ended):
-        self.number, self.log, self.ended = job.attempt, log, ended
+    def __init__(self, job, log, ended, end_s=0.0, stuck=False):
+        self.number, self.log, self.ended, self.end_s, self.stuck = job.attempt, log, ended, end_s, stuck
         log.append(("start", self.number))
 
     def exits(self, timeout_s):
@@ -144,7 +146,10 @@ class StandIn:
         self.log.append((order.name, self.number))
 
     def end(self):
+        time.sleep(self.end_s)
         self.log.append(("end", self.number))
+        if self.stuck:
+            raise RuntimeError("SIGKILL has not ended rank 2")
 
 
 def one_of_two(**words):
@@ -159,14 +164,19 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LEAVE_S", 0.05)
     log, codes = [], []
 
-    def start(elastic=False, ended=()):
+    def start(elastic=False, ended=(), refused=None, **words):
         config = one_of_two(elastic=elastic)
         ranks = list(ended)
 
+        def start_ranks(job):
+            if job.attempt in (refused or {}):
+                raise refused[job.attempt]
+            return StandIn(job, log, ranks, **words)
+
         def command():
             try:
-                codes.append(follow(config, tmp_path, 2, "cpu", lambda job: StandIn(job, log, ranks)))
-            except ValueError as err:
+                codes.append(follow(config, tmp_path, 2, "cpu", start_ranks))
+            except (ValueError, RuntimeError) as err:
                 codes.append(str(err))
 
         thread = threading.Thread(target=command)
@@ -356,6 +366,56 @@ def test_how_a_machines_ranks_ended_is_reported_for_this_attempt_alone(tmp_path,
     assert leader.exits(1) == []
     leader.finish(0)
     thread.join(30)
+
+
+def test_a_machine_that_cannot_start_its_ranks_says_so_and_starts_those_of_the_next_attempt(tmp_path, machine):
+    start, log, codes = machine
+    leader = Leader(tmp_path, 2)
+    leader.attempt(0, (0, 1))
+    thread = start(refused={0: OSError(errno.ENOSPC, "No space left on device")})
+    soon(lambda: leader.exits(1))
+    note = "machine 1 could not start its ranks: [Errno 28] No space left on device"
+    assert leader.exits(1) == [RankExit(2, None, note), RankExit(3, None, note)]
+    leader.attempt(1, (0, 1))
+    soon(lambda: ("start", 1) in log)
+    assert leader.exits(1) == []
+    leader.finish(0)
+    thread.join(30)
+    assert codes == [0]
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_machine_with_a_rank_that_cannot_be_killed_says_so_or_is_left_out(tmp_path, machine, elastic):
+    start, log, codes = machine
+    leader = Leader(tmp_path, 2)
+    leader.attempt(0, (0, 1))
+    thread = start(elastic=elastic, stuck=True)
+    soon(lambda: log)
+    if elastic:
+        assert leader.call(0.5) == (0,)
+        thread.join(30)
+        assert codes == ["SIGKILL has not ended rank 2"]
+        return
+    leader.attempt(1, (0, 1))
+    soon(lambda: leader.exits(1))
+    assert leader.exits(1)[1].note == "machine 1 could not start its ranks: SIGKILL has not ended rank 2"
+    leader.finish(1)
+    thread.join(30)
+    assert codes == [1]
+
+
+def test_a_machine_whose_ranks_take_long_to_end_is_waited_for(tmp_path, machine, monkeypatch):
+    monkeypatch.setattr(lease, "_TOUCH_S", 0.05)
+    start, log, codes = machine
+    leader = Leader(tmp_path, 2)
+    leader.attempt(0, (0, 1))
+    thread = start(elastic=True, end_s=1.0)
+    soon(lambda: log)
+    assert leader.call(0.3) == (0, 1)
+    assert log == [("start", 0), ("end", 0)]
+    leader.finish(0)
+    thread.join(30)
+    assert codes == [0]
 
 
 def test_machines_that_answer_a_call_take_part_and_one_that_comes_back_is_seen(tmp_path, machine, monkeypatch):

@@ -31,7 +31,7 @@ from typing import Any
 from titan_train.config import Config, LaunchConfig
 from titan_train.files import parse_json, write_atomic
 from titan_train.launch.job import Attempt, Launcher, RankExit
-from titan_train.launch.node.agent import NodeAgent, NodeJob, NodeRanks
+from titan_train.launch.node.agent import KILL_S, NodeAgent, NodeJob, NodeRanks
 from titan_train.launch.rank.info import DeviceType
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.supervise.elastic import fit_layout
@@ -40,10 +40,11 @@ from titan_train.run_folder import LEASE, Lease, is_held
 FILE_NAME = "machines.json"
 _POLL_S = 0.2
 _TOUCH_S = 5.0
-_FRESH_S = 15.0  # an answer is renewed every 5 s
+_FRESH_S = 15.0  # an answer is renewed every 5 s, a lease every 10 s
 _LEADER_GONE_S = 900.0  # without a touch of its lease either: a file system that fails is waited for ten minutes
 _FIRST_CALL_S = 120.0  # machines of a job start at different times
-_CALL_S = 15.0  # they are there already; one that does not answer takes no part
+_CALL_S = 15.0  # they are there already; one that neither answers nor touches its lease takes no part
+_LONG_CALL_S = KILL_S + _CALL_S
 _BACKLOG = 1024
 _LEAVE_S = 10.0  # for ranks that have passed the last barrier
 
@@ -83,32 +84,28 @@ class Leader:
         self._announced = Announcement(uuid.uuid4().hex, -1)
         self._touched = 0.0
         self._spoken = False
-        self._heard: dict[int, tuple[str, float]] = {}  # machine -> its last answer, when that changed
+        self._answers = _Changes()
 
     def call(self, wait_s: float) -> tuple[int, ...]:
-        """Ask which machines are there; waits for all of them, or ``wait_s`` seconds. This one is always there."""
+        """Ask which machines are there; this one always is.
+
+        Waits for all of them, or ``wait_s`` seconds, and longer for those whose commands live: their ranks may be ending.
+        """
         self._write(replace(self._announced, attempt=-1, call=self._announced.call + 1, machines=(), orders=""))
         wanted = (self._announced.run, self._announced.call)
-        deadline = time.monotonic() + wait_s
+        began, leases = time.monotonic(), _Changes()
         while True:
             answers = {machine: _values(self._answer(machine)) for machine in range(1, self._all)}
             there = (0, *(m for m, answer in answers.items() if (answer.get("run"), answer.get("call")) == wanted))
-            if len(there) == self._all or time.monotonic() >= deadline:
+            living = [leases.fresh(self._lease(machine)) for machine in answers if machine not in there]
+            if not living or time.monotonic() - began >= (max(wait_s, _LONG_CALL_S) if any(living) else wait_s):
                 return there
             self.touch()
             time.sleep(_POLL_S)
 
     def present(self) -> tuple[int, ...]:
         """Machines that gave a sign of life in the last seconds, without asking."""
-        now = time.monotonic()
-        there = [0]
-        for machine in range(1, self._all):
-            text = _text(self._answer(machine))
-            before, since = self._heard.get(machine, (text, -math.inf))  # what lies there at the first look may be old
-            self._heard[machine] = (text, since if text == before else now)
-            if text and now - self._heard[machine][1] < _FRESH_S:
-                there.append(machine)
-        return tuple(there)
+        return (0, *(m for m in range(1, self._all) if self._answers.fresh(self._answer(m))))
 
     def attempt(self, number: int, machines: tuple[int, ...]) -> None:
         """Announce that an attempt starts, and on which machines."""
@@ -139,6 +136,9 @@ class Leader:
     def _answer(self, machine: int) -> Path:
         return answer_file(self._file.parent, machine)
 
+    def _lease(self, machine: int) -> Path:
+        return self._file.with_name(f"machine-{machine}.{LEASE}")
+
     def _write(self, announced: Announcement) -> None:
         if self._is_anothers(ending=announced.exit_code is not None):
             return
@@ -156,6 +156,19 @@ class Leader:
         if ending and not self._spoken:
             return is_held(self._file.parent)  # which may have nothing to announce yet
         return self._spoken and there is not None
+
+
+class _Changes:
+    """Which files changed in the last seconds. What lies there at the first look may be old."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, tuple[str, float]] = {}
+
+    def fresh(self, file: Path) -> bool:
+        now, mark = time.monotonic(), _mark(file)
+        before, since = self._seen.get(file, (mark, -math.inf))
+        self._seen[file] = (mark, since if mark == before else now)
+        return bool(mark) and now - self._seen[file][1] < _FRESH_S
 
 
 class MachinesLauncher(Launcher):
@@ -275,6 +288,7 @@ def follow(
     Raises:
         ValueError: Another command is this machine already; the message names its process.
         LeaseLostError: Another command has taken this machine's place.
+        RuntimeError: A rank of this machine cannot be killed, and an elastic run goes on without it.
     """
     left = _announcement(run_dir)  # what an earlier start left behind says nothing about this one
     finished_before = left.run if left is not None and left.exit_code is not None else None
@@ -301,7 +315,8 @@ def _obey_to_the_end(here: "_Follower", run_dir: Path, finished_before: str | No
         signal.signal(number, handler)
     while time.monotonic() - heard <= _LEADER_GONE_S:
         lease.check()
-        new_text, announced = _text(run_dir / FILE_NAME) + _touched(run_dir), _announcement(run_dir)
+        # machine 0 touches its lease also while it waits for room on a full disk
+        new_text, announced = _mark(run_dir / FILE_NAME) + _mark(run_dir / LEASE), _announcement(run_dir)
         if new_text != text:
             heard, text = time.monotonic(), new_text
         if announced is not None and announced.run != finished_before:
@@ -339,6 +354,8 @@ class _Follower:
         self._current: Announcement | None = None
         self._ranks: NodeRanks | None = None
         self._exits: list[RankExit] = []
+        self._reported = 0
+        """How many of them machine 0 can know of."""
         self._next_report = 0.0
         self.interrupts = 0
         """How often Ctrl-C was pressed in this attempt."""
@@ -349,15 +366,25 @@ class _Follower:
         return self._ranks is not None and self._ranks.running
 
     def obey(self, announced: Announcement) -> None:
-        """End or start ranks, pass orders on."""
-        current = self._current
+        """End or start ranks, pass orders on. Ranks that cannot be started are reported as lost: the next attempt may work.
+
+        Raises:
+            RuntimeError: A rank cannot be killed, and the next attempt does not ask for this machine.
+        """
+        current, machine = self._current, self._config.launch.node_rank
         if current is None or (announced.run, announced.call, announced.attempt) != (
             current.run, current.call, current.attempt,
         ):  # fmt: skip
-            self.end()
-            self._exits, self._next_report, self.interrupts = [], 0.0, 0
-            if self._config.launch.node_rank in announced.machines:
-                self._ranks = self._start(self._job(announced))
+            self._exits, self._reported, self._next_report, self.interrupts = [], 0, 0.0, 0
+            try:
+                self.end()
+                if machine in announced.machines:
+                    self._ranks = self._start(self._job(announced))
+            except (OSError, RuntimeError) as err:
+                if machine not in announced.machines:
+                    raise
+                note, first = f"machine {machine} could not start its ranks: {err}", announced.machines.index(machine)
+                self._exits = [RankExit(first * self._per_node + i, None, note) for i in range(self._per_node)]
             current = replace(announced, orders="")
         for letter in announced.orders[len(current.orders) :]:
             if self._ranks is not None:
@@ -366,15 +393,15 @@ class _Follower:
 
     def report(self) -> None:
         """Write how ranks have ended; in an elastic run also, now and then, that this machine is there."""
-        ended = self._ranks.exits(0.0) if self._ranks is not None else []
-        self._exits += ended
+        self._exits += self._ranks.exits(0.0) if self._ranks is not None else []
         due = self._config.launch.elastic and time.monotonic() >= self._next_report
-        if self._current is not None and (ended or due):
+        if self._current is not None and (len(self._exits) > self._reported or due):
             self._next_report = time.monotonic() + _TOUCH_S
             known = {"run": self._current.run, "call": self._current.call, "attempt": self._current.attempt}
             answer = known | {"exits": [asdict(exit) for exit in self._exits], "time": time.time()}
             with contextlib.suppress(OSError):  # a full disk: the next report may fit
                 write_atomic(answer_file(self._run_dir, self._config.launch.node_rank), json.dumps(answer))
+                self._reported = len(self._exits)
 
     def let_end(self) -> None:
         """Ranks of this machine may still be leaving after the last barrier."""
@@ -384,9 +411,9 @@ class _Follower:
 
     def end(self) -> None:
         """End this machine's ranks."""
-        if self._ranks is not None:
-            self._ranks.end()
-            self._ranks = None
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.end()
 
     def _job(self, announced: Announcement) -> NodeJob:
         """The part of this machine, with the degrees that machine 0 came to for so many ranks."""
@@ -441,10 +468,11 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _touched(run_dir: Path) -> str:
-    """When machine 0 last touched its lease, which it does also while it waits for room on a full disk."""
+def _mark(file: Path) -> str:
+    """What changes when a file is written or touched; empty without one. A network file system asks its server on opening."""
+    text = _text(file)
     try:
-        return str((run_dir / LEASE).stat().st_mtime_ns)
+        return f"{file.stat().st_mtime_ns} {text}"
     except OSError:
         return ""
 
