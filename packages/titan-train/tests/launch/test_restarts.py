@@ -73,5 +73,18 @@ def test_attempts_that_make_no_step_wait_longer_each_time():
     assert budget.decide(lost()).wait_s == 0.0
 
 
+def test_attempts_that_make_no_step_end_the_run_however_long_each_lasts():
+    clock = Clock()
+    budget = RestartBudget(LaunchConfig(), clock)
+    decisions = []
+    for attempt in range(6):
+        clock.now = 1850.0 * attempt  # only two restarts lie within the window at any time
+        decisions.append(budget.decide(lost(5, progressed=False)))
+    assert [decision.again for decision in decisions[:4]] == [True, True, True, False]
+    assert decisions[3].reason == "4 attempts in a row made no step (launch.max_restarts=3)"
+    assert not decisions[-1].again
+    assert budget.decide(lost(6)).again
+
+
 def test_no_restarts_means_none():
     assert not RestartBudget(LaunchConfig(max_restarts=0)).decide(lost(planned=True)).again

@@ -82,7 +82,7 @@ class LaunchConfig:
     """Seconds a collective may take after the first step; 0 keeps timeout_s, as does a run that compiles."""
 
     max_restarts: Annotated[int, Range(0, note="0 never restarts")] = 3
-    """Restarts from the last finished checkpoint within restart_window_s before the run gives up; 0 never restarts."""
+    """Restarts within restart_window_s, or in a row without a step, before the run gives up; 0 never restarts."""
 
     restart_window_s: Annotated[float, Range(above=0)] = 3600.0
     """Seconds after which a restart no longer counts against max_restarts."""

@@ -63,7 +63,8 @@ class RestartBudget:
         A program that is wrong fails again in the same way: a mistake of the user's or an exception before the first step
         of all, and the same exception at the same step twice, end the run at once. A rank that was killed or hangs does
         not, and a preempted one does not count. Once a step was made, the configuration is known to work: what fails
-        then before a step may be a file that is being replaced, or a network that comes back.
+        then before a step may be a file that is being replaced, or a network that comes back. Restarts are counted within a
+        window, but attempts in a row without a step however long they last.
         """
         self._has_trained = self._has_trained or ended.progressed
         last, self._last = self._last, ended
@@ -83,6 +84,10 @@ class RestartBudget:
         self._times = [t for t in self._times if now - t < self._window_s]
         if len(self._times) >= self._most:
             return Decision(False, f"launch.max_restarts={self._most} restarts within {self._window_s:g} s are used up")
+        if self._fruitless > self._most:
+            return Decision(
+                False, f"{self._fruitless} attempts in a row made no step (launch.max_restarts={self._most})"
+            )
         self._times.append(now)
         wait_s = min(_LONGEST_WAIT_S, 2.0 ** (self._fruitless - 1)) if self._fruitless else 0.0
         return Decision(True, f"restart {len(self._times)} of {self._most}", wait_s)
