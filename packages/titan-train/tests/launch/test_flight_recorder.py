@@ -1,9 +1,12 @@
 """Torch's flight recorder is private: this holds what is used of it. Checked on torch 2.11 and 2.15."""
 
 import json
+import threading
+import time
+import tracemalloc
 
 from titan_testing import run_ranks
-from titan_train.launch.rank.flight_recorder import read_dumps, record_collectives, write_dump
+from titan_train.launch.rank.flight_recorder import read_dumps, record_collectives, wait_for_dumps, write_dump
 from titan_train.launch.rank.monitor import set_collective_timeout
 
 
@@ -40,24 +43,69 @@ def test_the_rank_that_did_not_come_is_named(tmp_path):
     assert "in write_dump" in found.text  # where its main thread stood
 
 
-def test_a_rank_that_does_not_answer_is_the_missing_one(tmp_path):
+def write_newest(folder, rank, number, **words):
     entry = {
-        "process_group": ["0", ""],
-        "collective_seq_id": 1,
-        "profiling_name": "x",
+        "process_group": ["0", "x"],
+        "collective_seq_id": number,
+        "profiling_name": "all_reduce",
         "input_sizes": [],
-        "retired": True,
     }
+    (folder / f"rank-{rank}.stacks.txt").touch()
+    (folder / f"rank-{rank}.newest.json").write_text(json.dumps([entry | words]))
+
+
+def test_a_rank_that_does_not_answer_is_the_missing_one(tmp_path):
     for rank in (0, 2):
-        (tmp_path / f"rank-{rank}.json").write_text(json.dumps([entry]))
+        write_newest(tmp_path, rank, 1, retired=True)
     found = read_dumps(tmp_path, 3)
     assert found.missing == (1,)
-    assert "rank 1 did not respond" in found.text
+    assert found.text == "rank 1 did not respond: stopped, or stuck below Python"
+    assert "ranks 1, 3, 4, 5, 6, 7, 8, 9 and 590 more did not respond" in read_dumps(tmp_path, 600).text
+
+
+def test_the_rank_that_did_not_come_is_named_though_another_is_silent(tmp_path):
+    for rank, number in ((0, 5), (2, 4), (3, 5)):
+        write_newest(tmp_path, rank, number)
+    found = read_dumps(tmp_path, 4)
+    assert found.missing == (2,)
+    assert (
+        "rank 1 did not respond: stopped, or stuck below Python; rank 2 did not enter all_reduce number 5" in found.text
+    )
+
+
+def test_dumps_are_waited_for_while_more_arrive(tmp_path):
+    def arrive():
+        for rank in range(10):
+            time.sleep(0.12)
+            write_newest(tmp_path, rank, 4 if rank == 9 else 5)
+
+    thread = threading.Thread(target=arrive)
+    thread.start()
+    wait_for_dumps(tmp_path, 10, quiet_s=0.9)
+    found = read_dumps(tmp_path, 10)
+    thread.join()
+    assert found.missing == (9,)
+    began = time.monotonic()
+    wait_for_dumps(tmp_path, 13, quiet_s=30.0, most_s=0.1)
+    wait_for_dumps(tmp_path, 13, quiet_s=0.1)
+    assert time.monotonic() - began < 20
+
+
+def test_a_comparison_reads_the_newest_collectives_alone(tmp_path):
+    for rank in range(4):
+        write_newest(tmp_path, rank, 5)
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps([{"collective_seq_id": 1}] * 100_000))
+    tracemalloc.start()
+    try:
+        read_dumps(tmp_path, 4)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_ranks_that_are_level_tell_nothing(tmp_path):
     for rank in (0, 1):
-        (tmp_path / f"rank-{rank}.json").write_text("[]")
+        (tmp_path / f"rank-{rank}.newest.json").write_text("[]")
     assert read_dumps(tmp_path, 2).missing == ()
 
 
@@ -91,8 +139,8 @@ def test_a_tightened_time_out_holds_from_the_next_collective(tmp_path):
 def test_damaged_dumps_never_raise(tmp_path):
     good = json.dumps([{"process_group": ["0", "x"], "collective_seq_id": 1, "profiling_name": "a", "input_sizes": []}])
     for content in ("", "{", "[1]", '[{"process_group": []}]', '{"a": 1}', "null"):
-        (tmp_path / "rank-0.json").write_text(good)
-        (tmp_path / "rank-1.json").write_text(content)
+        (tmp_path / "rank-0.newest.json").write_text(good)
+        (tmp_path / "rank-1.newest.json").write_text(content)
         assert read_dumps(tmp_path, 2).text
-    (tmp_path / "rank-1.json").write_text(good.replace("1,", "2,", 1))
+    (tmp_path / "rank-1.newest.json").write_text(good.replace("1,", "2,", 1))
     assert read_dumps(tmp_path, 2).text  # the stacks are missing

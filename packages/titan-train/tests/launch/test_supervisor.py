@@ -44,7 +44,7 @@ def test_a_hang_is_found_and_the_missing_rank_is_named(job, undisturbed, monkeyp
     assert job.losses("hang") == undisturbed
     dumps = job.folder / "runs" / "hang" / "hangs" / "attempt-0"
     assert sorted(file.name for file in dumps.iterdir()) == [
-        "rank-0.json", "rank-0.stacks.txt", "rank-1.json", "rank-1.stacks.txt",
+        "rank-0.json", "rank-0.newest.json", "rank-0.stacks.txt", "rank-1.json", "rank-1.newest.json", "rank-1.stacks.txt",
     ]  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_dumps_of_an_earlier_command_explain_no_hang(tmp_path, monkeypatch):
     folder = tmp_path / "hangs" / "attempt-0"
     folder.mkdir(parents=True)
     for rank in (0, 1):
-        (folder / f"rank-{rank}.json").write_text("[]")
+        (folder / f"rank-{rank}.newest.json").write_text("[]")
     job = SimpleNamespace(order=lambda _: None, node_of=lambda _: "here")
     found = watched(tmp_path, job, can_grow=lambda: False)
     found._explain(Hang(9.0, 5.0, 3), progressed=True)

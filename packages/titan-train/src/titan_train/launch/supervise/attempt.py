@@ -25,7 +25,7 @@ _TICK_S = 0.1
 _LOOK_S = 1.0  # between looks at heartbeats when nothing is expected
 _SOON_S = 0.25  # until the first step after a loss
 _GRACE_S = 3.0  # how long the peers of a failed rank may take to report their own error before they are ended
-_DUMP_S = 3.0
+_DUMP_S = 3.0  # until the first dump, and from one to the next: a thousand of them take a shared disk longer
 _GROW_S = 2.0  # between looks at whether ranks came back
 
 
@@ -156,12 +156,12 @@ class WatchedAttempt:
         """Collect the ranks' dumps and name the rank that the others wait for."""
         folder = self._attempt.run_dir / "hangs" / f"attempt-{self._attempt.number}"
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier command, whose attempts had the same numbers
+        self._outcome.lost_at = time.monotonic() - hang.age_s
         self._job.order(Order.DUMP)
         with contextlib.suppress(OSError):  # the disk fails: no dumps, and the hang is known still
             wait_for_dumps(folder, self._attempt.world_size, _DUMP_S)
         reading = read_dumps(folder, self._attempt.world_size)
         where = "".join(f" ({self._job.node_of(rank)})" for rank in reading.missing[:1])
-        self._outcome.lost_at = time.monotonic() - hang.age_s
         self._outcome.ended = Ended(
             f"no rank finished step {hang.step + 1} in {hang.age_s:.1f} s (limit {hang.limit_s:.1f} s): {reading.text}{where}. "
             f"Stacks and flight recorder: {folder}",
