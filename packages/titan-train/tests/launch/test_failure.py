@@ -23,6 +23,13 @@ def test_the_earliest_failure_is_the_one_that_is_told(tmp_path):
     assert first_failure(tmp_path) is None
 
 
+def test_a_broken_connection_is_no_cause_though_its_machine_has_a_clock_that_is_behind(tmp_path):
+    write_failure(tmp_path, 0, RuntimeError("Connection closed by peer"))
+    time.sleep(0.01)
+    write_failure(tmp_path, 3, KeyError("cause"))
+    assert first_failure(tmp_path).rank == 3
+
+
 def test_a_users_mistake_is_its_message_and_nothing_else(tmp_path):
     mistake = write_failure(tmp_path, 1, ValueError("seq_len=3 is odd: use 4."))
     assert describe_failure(mistake, 2) == "rank 1 of 2 failed: ValueError: seq_len=3 is odd: use 4."

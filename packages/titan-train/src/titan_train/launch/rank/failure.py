@@ -1,7 +1,7 @@
 """The error of a failing rank, reported once.
 
 When one rank raises, its peers fail a moment later inside a collective. Each failing rank writes a small JSON file;
-whoever reports shows the earliest one only, with its rank. A mistake of the user's (ValueError) is shown as its
+whoever reports shows the cause only, with its rank. A mistake of the user's (ValueError) is shown as its
 message; anything else with its traceback.
 """
 
@@ -74,13 +74,17 @@ def write_failure(run_dir: Path, rank: int, error: BaseException, *, trained: bo
 
 
 def first_failure(run_dir: Path) -> Failure | None:
-    """The earliest recorded failure, which is the cause of the others."""
+    """The recorded failure that is the cause of the others: the earliest.
+
+    Those of the disk and the network come after all others: a peer's broken connection is a consequence, though the clock of
+    its machine may be behind.
+    """
     found: list[Failure] = []
     with contextlib.suppress(OSError):  # the disk fails: the exit codes are known still
         for file in sorted(_folder(run_dir).glob("rank-*.json")):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # damaged: says nothing
                 found.append(_read(parse_json(file.read_text(encoding="utf-8"))))
-    return min(found, key=lambda f: f.time_s) if found else None
+    return min(found, key=lambda f: (f.from_world, f.time_s)) if found else None
 
 
 def describe_failure(failure: Failure, world_size: int) -> str:
