@@ -56,6 +56,9 @@ def test_run_info_tells_a_changed_working_tree_from_a_clean_one(tmp_path, monkey
     (tmp_path / "a").write_text("2")
     RunInfo(run_dir, device="cpu", world_size=1)
     assert read_run_info(run_dir)["git_commit"] == f"{commit}+changes"
+    (tmp_path / ".git" / "index").write_bytes(b"torn")  # git status fails, as where it takes too long
+    RunInfo(run_dir, device="cpu", world_size=1)
+    assert read_run_info(run_dir)["git_commit"] == f"{commit}+unknown"
 
 
 def test_what_a_rank_adds_while_the_run_goes_on_is_kept_when_it_ends(tmp_path):

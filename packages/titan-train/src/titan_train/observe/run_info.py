@@ -250,7 +250,10 @@ def _versions_of(*names: str) -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Commit of the working directory's repository, with ``+changes`` when files differ from it; None without git."""
+    """Commit of the working directory's repository; None without git.
+
+    It ends with ``+changes`` if files differ from it, with ``+unknown`` if git does not say so in time.
+    """
     git = shutil.which("git")
     if git is None:
         return None
@@ -265,4 +268,5 @@ def _git_commit() -> str | None:
     commit = ask("rev-parse", "--short=12", "HEAD")
     if commit is None:
         return None
-    return commit + ("+changes" if ask("status", "--porcelain", "--untracked-files=no") else "")
+    changes = ask("status", "--porcelain", "--untracked-files=no")
+    return commit + ("+unknown" if changes is None else "+changes" if changes else "")
