@@ -1,3 +1,4 @@
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 import torch
 from titan_testing import assert_close
 from titan_train.data import DataLoader, PackedDataset
+from titan_train.data.loader.rows import whole_rows
 
 
 def _global_step(dataset, *, global_batch, dp_size, step, microbatch=1):
@@ -153,3 +155,14 @@ def test_negative_sample_and_unmatched_weights_are_refused(counting_dataset, arr
         counting_dataset().tokens([-1])
     with pytest.raises(ValueError, match=r"the weights name \['b'\], but the sources are \['a'\]"):
         PackedDataset({"a": array_source(np.arange(50))}, seq_len=4, seed=0, weights={"b": 1.0})
+
+
+def test_finding_rows_of_whole_documents_takes_little_more_memory_than_their_bounds():
+    ends = np.arange(1, 20_001) * 8
+    tracemalloc.start()
+    rows = whole_rows(ends, 8)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(rows, np.stack([ends - 8, ends], axis=1))
+    assert peak < 3 * rows.nbytes
+    assert whole_rows(ends[:0], 8).shape == (0, 2)
