@@ -225,6 +225,24 @@ def test_embeddings_heads_norms_and_routers_are_left_to_adamw_by_default(name):
         assert (fqn in found) == (not other and parameter.ndim >= 2), fqn
 
 
+def test_the_families_have_no_other_fused_matrices_than_the_guide_says():
+    """docs/guides/optimizers.md: a name that is new here is one of them, or holds one matrix."""
+    families = ("llama3", "gpt", "qwen3", "qwen3_moe", "qwen3_next", "deepseek")
+    with torch.device("meta"):
+        models = {name: build_model(ModelConfig(name=f"{name}_debug"), vocab_size=64) for name in families}
+    names = {name.removesuffix(".weight").rpartition(".")[2] for model in models.values() for name in taken(model)}
+    single = {"wq", "wk", "wv", "wo", "wq_a", "wq_b", "w1", "w2", "w3"}
+    assert names - single == {"wkv_a", "wkv_b", "wqkvz", "wba"}
+    parameters = {name: dict(model.named_parameters()) for name, model in models.items()}
+    twice = {
+        family
+        for family, found in parameters.items()
+        for name in found
+        if name.endswith("attention.wq.weight") and len(found[name]) == 2 * found[name.replace("wq", "wo")].shape[1]
+    }
+    assert twice == {"qwen3_next"}  # each head's query and then its gate
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
