@@ -181,15 +181,21 @@ def cuda_functions(machine: Any) -> list[tuple[Any, str, Any]]:
     ):
         here.append((owner, name, _method(stand_in)))
     engine: Any = torch.autograd
-    run_backward = engine._engine_run_backward
+    core: Any = torch._C
 
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        # torch takes a mode off while it handles a call; functions' own backwards run inside this one
-        within = any(isinstance(mode, DeviceMode) for mode in _get_current_function_mode_stack())
-        with contextlib.nullcontext() if within or hosts.here() is None else DeviceMode(machine):
-            return run_backward(*args, **kwargs)
+    def within_mode(function: Any) -> Any:
+        """As it is, with the mode on: torch takes it off while it handles a call, inside which such functions run."""
 
-    here.append((engine, "_engine_run_backward", backward))
+        def run(*args: Any, **kwargs: Any) -> Any:
+            within = any(isinstance(mode, DeviceMode) for mode in _get_current_function_mode_stack())
+            with contextlib.nullcontext() if within or hosts.here() is None else DeviceMode(machine):
+                return function(*args, **kwargs)
+
+        return run
+
+    here.append((engine, "_engine_run_backward", within_mode(engine._engine_run_backward)))
+    saved, push = "_push_saved_tensors_default_hooks", core._autograd._push_saved_tensors_default_hooks
+    here.append((core._autograd, saved, lambda pack, unpack: push(within_mode(pack), within_mode(unpack))))
     here.append((time, "sleep", hosts.sleep))
     here.append((threading.Thread, "start", _method(machine.start_thread)))
     # before any mode is asked, torch looks at the stream's type

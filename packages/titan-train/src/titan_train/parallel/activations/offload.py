@@ -1,13 +1,17 @@
 """Activations in host memory between forward and backward, moved by a stream of their own beside the computation.
 
-    forward of block i     what it saves is copied to pinned host memory while later blocks compute
+    forward of block i     what it saves is copied to pinned host memory, while it and block i + 1 compute
+    end of block i + 1     waits for these copies: from here on that memory is free
     backward of block i    waits for its tensors, and starts those of block i - 1
 
-so the GPU holds the activations of about two blocks. Small tensors stay, and so do parameters: which tensors move follows
-from their size alone. A tensor that several operators save (the input of several linears) moves once.
+so the GPU holds the activations of two blocks, whichever is faster, copies or computation. Small tensors stay, and so do
+parameters: which tensors move follows from their size alone. A tensor that several operators save (the input of several
+linears) moves once.
 
 All copies are on one stream, so they happen in the order of their launch: a tensor's way back follows its way there, and
-a pinned buffer whose tensor is back can be given to the next. The pool grows to one step's need and is then reused.
+a pinned buffer whose tensor is back can be given to the next. The pool grows to one step's need and is then reused. On the
+GPU both ways use memory of the computation's stream, which hands out at once what is freed. So a tensor is kept until that
+stream has waited for its copy. With `record_stream` instead the computation would never wait, and memory grow with its lead.
 
 Limits: a backward runs once; with ``retain_graph`` keep offload off. Only CUDA tensors move.
 """
@@ -30,15 +34,19 @@ class HostCopies(Protocol):
     """Moves tensors to the host and back."""
 
     def away(self, tensor: Tensor) -> Any:
-        """Start the copy to the host; the tensor may be freed from now on."""
+        """Start the copy to the host; the tensor's memory must be kept until `wait`."""
         ...
 
-    def back(self, held: Any) -> Any:
-        """Start the copy back, of what `away` gave."""
+    def back(self, held: Any) -> Tensor:
+        """Start the copy back, of what `away` gave; the tensor must be kept and not be read until `wait`."""
         ...
 
-    def ready(self, arriving: Any) -> Tensor:
-        """The tensor, of what `back` gave; what is launched from now on waits for it."""
+    def mark(self) -> Any:
+        """Stands for all copies that were started before."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Make what is launched from now on wait for the copies before a mark."""
         ...
 
 
@@ -60,25 +68,24 @@ class StreamCopies:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)
         return host
 
-    def back(self, held: Tensor) -> "tuple[Tensor, torch.cuda.Event]":
+    def back(self, held: Tensor) -> Tensor:
         """See `HostCopies`."""
-        arrived = torch.cuda.Event()
+        tensor = torch.empty_like(held, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still read what lay there before
         with torch.cuda.stream(self._stream):
-            tensor = held.to(self._device, non_blocking=True)
-            arrived.record(self._stream)
+            tensor.copy_(held, non_blocking=True)
         self._free.setdefault((held.shape, held.dtype), []).append(held)  # the next copy into it comes after this one
-        return tensor, arrived
-
-    def ready(self, arriving: "tuple[Tensor, torch.cuda.Event]") -> Tensor:
-        """See `HostCopies`."""
-        tensor, arrived = arriving
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(arrived)
-        tensor.record_stream(stream)
         return tensor
+
+    def mark(self) -> Any:
+        """See `HostCopies`."""
+        return self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """See `HostCopies`."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 def offload_activations(blocks: Sequence[nn.Module], copies_for: CopiesFor | None = None) -> None:
@@ -90,8 +97,9 @@ def offload_activations(blocks: Sequence[nn.Module], copies_for: CopiesFor | Non
     """
     copies_for = copies_for or _cuda_copies()
     latest: dict[int, _Saved] = {}
+    under_way: set[_Saved] = set()
     for number, block in enumerate(blocks):
-        _offload(block, number, latest, copies_for)
+        _offload(block, number, latest, under_way, copies_for)
 
 
 def _cuda_copies() -> CopiesFor:
@@ -103,11 +111,13 @@ def _cuda_copies() -> CopiesFor:
     return copies_for
 
 
-def _offload(block: nn.Module, number: int, latest: "dict[int, _Saved]", copies_for: CopiesFor) -> None:
+def _offload(
+    block: nn.Module, number: int, latest: "dict[int, _Saved]", under_way: "set[_Saved]", copies_for: CopiesFor
+) -> None:
     def forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        saved = _Saved(block, copies_for, before=latest.pop(number - 1, None))
+        saved = _Saved(block, copies_for, before=latest.pop(number - 1, None), under_way=under_way)
         latest[number] = saved
         with saved_tensors_hooks(saved.pack, saved.unpack):
             result = inner(*args, **kwargs)
@@ -120,32 +130,53 @@ def _offload(block: nn.Module, number: int, latest: "dict[int, _Saved]", copies_
 class _Held:
     """One tensor that is away, on its way back, or back."""
 
-    __slots__ = ("arriving", "copies", "host")
+    __slots__ = ("copies", "host", "tensor")
 
     def __init__(self, copies: HostCopies, tensor: Tensor) -> None:
         self.copies = copies
         self.host: Any = copies.away(tensor)
-        self.arriving: Any = None
+        self.tensor: Tensor | None = None
 
-    def fetch(self) -> None:
-        if self.arriving is None:
-            self.arriving, self.host = self.copies.back(self.host), None
+    def fetch(self) -> Tensor:
+        self.tensor, self.host = self.copies.back(self.host), None
+        return self.tensor
 
 
 class _Saved:
     """What one forward of one block saved."""
 
-    def __init__(self, block: nn.Module, copies_for: CopiesFor, before: "_Saved | None") -> None:
+    def __init__(
+        self, block: nn.Module, copies_for: CopiesFor, before: "_Saved | None", under_way: "set[_Saved]"
+    ) -> None:
         self._copies_for = copies_for
         self._block, self._stay = block, set[int]()
         self._before = before
+        self._under_way = under_way
+        """Whose copies, of all blocks, the computation has not waited for."""
         self._held: list[_Held] = []
-        # by address: the tensors are kept until forward ends, so that no other can come to lie where one was
-        self._seen: dict[Any, tuple[Tensor, _Held]] = {}
+        self._kept: list[Any] = []
+        """The memory that copies under way read or write; storages, for a tensor would keep the graph that it is saved in."""
+        self._marks: list[tuple[HostCopies, Any]] = []
+        # by address: what is kept until forward ends, so that no other can come to lie where one was
+        self._seen: dict[Any, _Held] = {}
 
     def end_forward(self) -> None:
-        """Nothing more is saved."""
+        """Nothing more is saved. Wait for the copies of the block before, so that the device holds two blocks at most."""
         self._seen.clear()
+        for other in list(self._under_way):
+            other.wait()
+        self._mark()
+
+    def wait(self) -> None:
+        """Make the computation wait for the copies under way; what only they needed is freed."""
+        for copies, mark in self._marks:
+            copies.wait(mark)
+        self._marks, self._kept = [], []
+        self._under_way.discard(self)
+
+    def _mark(self) -> None:
+        self._marks = [(copies, copies.mark()) for copies in {held.copies for held in self._held}]
+        self._under_way.add(self)
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps in place of ``tensor``."""
@@ -158,8 +189,9 @@ class _Saved:
         if key not in self._seen:
             held = _Held(copies, tensor)
             self._held.append(held)
-            self._seen[key] = (tensor, held)
-        return self._seen[key][1]
+            self._kept.append(tensor.untyped_storage())
+            self._seen[key] = held
+        return self._seen[key]
 
     def _is_parameter(self, tensor: Tensor) -> bool:
         """Whether it is one of the block's, or a view of one. Asked late: experts are gathered after the block is entered."""
@@ -177,10 +209,13 @@ class _Saved:
         if self._before is not None:
             self._before._fetch()
             self._before = None
-        held = cast(_Held, packed)
-        return held.copies.ready(held.arriving)
+        self.wait()
+        return cast(Tensor, cast(_Held, packed).tensor)
 
     def _fetch(self) -> None:
-        for held in self._held:
-            held.fetch()
-        self._held = []
+        """Start the copies back, once. What nothing unpacks is kept as well until the computation has waited for it."""
+        if self._held:
+            self.wait()
+            self._kept = [held.fetch().untyped_storage() for held in self._held]
+            self._mark()
+            self._held = []
