@@ -6,8 +6,8 @@ embedding of token i + k, and predicts token i + k + 1:
 
     h_k = norm(block(W [norm(emb(t_{i+k})); norm(h_{k-1})]))        logits_k = head(h_k)
 
-Embedding and head are the model's own. A module's loss counts labels of its own document alone, and is divided by the labels of
-the next-token loss, as in the paper:
+Embedding and head are the model's own. A module's loss counts labels of its own document alone (of the row, where positions do
+not tell documents apart), and is divided by the labels of the next-token loss, as in the paper:
 
     loss = next-token loss + weight / D * sum over k of the loss of module k
 
