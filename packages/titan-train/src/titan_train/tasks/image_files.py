@@ -5,6 +5,7 @@ animation's first frame.
 """
 
 import codecs
+import errno
 import json
 import tarfile
 from collections.abc import Generator, Iterator
@@ -18,6 +19,9 @@ from titan_train.lazy import require
 
 # Those that Pillow decodes itself: for others (EPS) it starts programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000")
+
+# An error of the name, or of a place in the file that damaged bytes name. Others are the disk's or the machine's.
+_OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 
 
 class BrokenImage(Exception):
@@ -98,11 +102,13 @@ def read_range(path: Path, start: int, size: int) -> bytes:
 
 @contextmanager
 def open_image(file: Any, name: str) -> Generator[Any]:
-    """The image in a binary file, with its header read but not its pixels; any failure inside is a `BrokenImage`.
+    """The image in a binary file, with its header read but not its pixels; a failure inside is a `BrokenImage`.
 
     Raises:
-        BrokenImage: It cannot be opened or decoded.
+        BrokenImage: It is missing, or cannot be decoded.
         ValueError: Pillow is not installed.
+        OSError: The disk does not answer, or the file may not be read: which says nothing about the image.
+        MemoryError: There is too little memory.
     """
     Image = require("PIL.Image", extra="vision", purpose="decoding images")
     Image.init()
@@ -110,9 +116,12 @@ def open_image(file: Any, name: str) -> Generator[Any]:
     try:
         with file as opened, Image.open(opened, formats=known) as image:
             yield image
-    except BrokenImage:
+    except (BrokenImage, MemoryError):
         raise
     except Exception as err:  # decoders raise what they like on damaged files
+        if isinstance(err, OSError) and err.errno and err.errno not in _OF_THE_FILE:
+            err.filename = err.filename or name
+            raise
         raise BrokenImage(f"{name}: {type(err).__name__}: {err}") from err
 
 

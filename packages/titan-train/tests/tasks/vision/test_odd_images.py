@@ -1,9 +1,11 @@
 """Images as they are found: taken as a viewer shows them, or named and left out. Nothing hangs, nothing leaves its folder."""
 
+import errno
 import io
 import json
 import os
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,3 +221,29 @@ def test_a_line_that_no_tokenizer_takes_is_refused_by_name(line, message, tmp_pa
     (tmp_path / "data.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=rf"data\.jsonl:1: .*{message}"):
         prepare_index(settings, ARGS)
+
+
+def test_a_disk_that_does_not_answer_is_no_broken_image(tmp_path, monkeypatch):
+    marked().save(tmp_path / "a.png")
+    settings = config(tmp_path, [{"prompt": "q", "answer": "r", "image": "a.png"}])
+    batches = VisionInputs(settings).train
+    real = Path.open
+
+    def fails(self, *args, **kwargs):
+        if self.suffix == ".png":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(OSError, match=r"Input/output error: .*a\.png"):
+        batches.batch_of([[0]])
+
+
+def test_images_that_have_gone_cost_their_answers_up_to_a_limit(tmp_path):
+    marked().save(tmp_path / "a.png")
+    settings = config(tmp_path, [{"prompt": "q", "answer": "r", "image": "a.png"}] * 11)
+    batches = VisionInputs(settings).train
+    (tmp_path / "a.png").unlink()
+    assert (batches.batch_of([[item] for item in range(10)]).target == -100).all()
+    with pytest.raises(ValueError, match=r"11 of 11 documents for train .* data\.max_bad_fraction=0\.001 allows"):
+        batches.batch_of([[10]])

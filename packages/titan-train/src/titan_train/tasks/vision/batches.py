@@ -27,6 +27,9 @@ from titan_train.tasks.vision.rows import (
 )
 from titan_train.tokenizers import Tokenizer
 
+_FEW = 10_000
+"""Of fewer documents as many may be broken as of these."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -44,6 +47,7 @@ class ImageTextBatches(BatchSource):
         part: Literal["train", "validation"],
         threads: int,
         begin: Sequence[int] = (),
+        max_bad_fraction: float = 1.0,
     ) -> None:
         """Pack the rows.
 
@@ -56,6 +60,7 @@ class ImageTextBatches(BatchSource):
             part: Validation takes rows in order.
             threads: That decode images.
             begin: Ids that every document begins with.
+            max_bad_fraction: Share of the documents whose images may be broken.
 
         Raises:
             ValueError: There is no document, or one is longer than a row.
@@ -68,6 +73,7 @@ class ImageTextBatches(BatchSource):
             raise ValueError(f"there is nothing to take for {part}: add data, or change vision.held_out.")
         self.rows = pack_rows(lengths, seq_len)
         self._broken: set[int] = set()
+        self._max_bad_fraction = max_bad_fraction
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="images")
 
     @property
@@ -97,9 +103,20 @@ class ImageTextBatches(BatchSource):
     def batch_of(
         self, rows: Sequence[Sequence[int]], *, ignore_index: int = -100, samples_consumed: int = 0
     ) -> TensorBatch:
-        """The microbatch of rows that hold these documents."""
+        """The microbatch of rows that hold these documents.
+
+        Raises:
+            ValueError: More documents than ``max_bad_fraction`` have a broken image.
+            OSError: The disk does not answer.
+        """
         items = [item for row in rows for item in row]
         images = dict(zip(items, self._pool.map(self._patches, items), strict=True))
+        if len(self._broken) > self._max_bad_fraction * max(len(self.items), _FEW):
+            raise ValueError(
+                f"{len(self._broken)} of {len(self.items)} documents for {self._part} have images that were there when they were "
+                f"indexed and cannot be read now, more than data.max_bad_fraction={self._max_bad_fraction} allows; one is "
+                f"{self.items.name(max(self._broken))}. Bring the files back (is their disk mounted?), or raise the limit."
+            )
         layout = RowLayout(len(rows), self.seq_len, self._tokenizer.eos_id, ignore_index)
         pixels: list[FloatArray] = []
         grids: list[Grid] = []

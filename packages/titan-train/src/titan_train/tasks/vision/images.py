@@ -193,5 +193,5 @@ def _members(shard: Path, _changed: int, _size: int) -> dict[str, tuple[int, int
         return {name.removeprefix("./"): (start, size) for name, start, size in members}
     except ValueError as err:
         if isinstance(err.__cause__, OSError):  # which may pass, and is not kept
-            raise
+            raise err.__cause__ from None
         return str(err)

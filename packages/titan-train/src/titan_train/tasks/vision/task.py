@@ -148,7 +148,7 @@ class VisionInputs(TaskInputs):
         train, held_out, self._index = _documents(config, args)
         options: dict[str, Any] = {
             "seq_len": config.model.seq_len, "seed": config.run.seed, "threads": vision.threads,
-            "begin": begin_ids(config.data, self.tokenizer),
+            "begin": begin_ids(config.data, self.tokenizer), "max_bad_fraction": config.data.max_bad_fraction,
         }  # fmt: skip
         self.train = ImageTextBatches(train, self.tokenizer, args, part="train", **options)
         self._held_out = None
