@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan_train.data.shards.mapped import MappedFile
+from titan_train.data.shards.mapped import FileMap
 from titan_train.files import open_file, write_atomic
 
 BLOCK_BYTES = 4 * 2**20
@@ -135,7 +135,7 @@ class TokenShard:
         folder: Where it lies.
         info: What the manifest says of it.
         tokenizer_fingerprint: Hex; must be the one it was written with.
-        keep: Whether it is mapped now and stays so, see `MappedFile`.
+        keep: Whether it is mapped now and stays so, see `FileMap`.
 
     Raises:
         ValueError: If a file is missing, cut, damaged in its header, or of another tokenizer.
@@ -153,8 +153,8 @@ class TokenShard:
         self._check_size(self.path, _HEADER.size + size)
         self._check_size(index_path, _HEADER.size + index_size)
         self._num_tokens, self._num_documents, self._dtype = info.tokens, info.documents, np.dtype(f"<u{width}")
-        self._tokens = MappedFile(self.path, _HEADER.size + size, keep=keep)
-        self._index = MappedFile(index_path, _HEADER.size + index_size, keep=keep)
+        self._tokens = FileMap(self.path, _HEADER.size + size, keep=keep)
+        self._index = FileMap(index_path, _HEADER.size + index_size, keep=keep)
 
     @property
     def tokens(self) -> npt.NDArray[Any]:

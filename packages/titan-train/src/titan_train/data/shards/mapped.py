@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 # Of the whole process, as its limits are.
 _MOST = 128
-_mapped: "deque[weakref.ref[MappedFile]]" = deque()
+_mapped: "deque[weakref.ref[FileMap]]" = deque()
 _lock = threading.Lock()
 
 
-class MappedFile:
+class FileMap:
     """A file as bytes. Threads may share it.
 
     Args:

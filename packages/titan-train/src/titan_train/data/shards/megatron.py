@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_train.config.data import Verify
-from titan_train.data.shards.mapped import MappedFile
+from titan_train.data.shards.mapped import FileMap
 from titan_train.files import open_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -62,7 +62,7 @@ class MegatronTokens:
         dtype, sequences, entries = _read_head(index)
         self._offsets_at = _HEAD.size + sequences * 4
         self._documents_at = self._offsets_at + sequences * 8
-        self._index, self._dtype = MappedFile(index, self._documents_at + entries * 8), dtype
+        self._index, self._dtype = FileMap(index, self._documents_at + entries * 8), dtype
         lengths = self._index.view("<i4", sequences, _HEAD.size)
         offsets, documents = self._offsets_and_documents()
         self.num_tokens = _check_sequences(index, lengths, offsets, dtype.itemsize)
@@ -75,7 +75,7 @@ class MegatronTokens:
                 f"{self.path} has {size} bytes, but {index} lists {self.num_tokens} tokens of {dtype.itemsize} bytes, which is "
                 f"{expected}: {what}. {_AGAIN}"
             )
-        self._file = MappedFile(self.path, size)
+        self._file = FileMap(self.path, size)
         if verify == "full":
             for start in range(0, self.num_tokens, _SCANNED):
                 self._check_ids(start, self._tokens[start : start + _SCANNED], vocab_size)

@@ -63,7 +63,7 @@ class ShardedTokens:
         verify: header, sample or full, see `DataConfig.verify`.
         vocab_size: Ids must be below it; compared in the blocks that ``verify`` reads.
         not_learned_from: See `DocumentEnds`.
-        keep: Whether the shards stay mapped, see `MappedFile`.
+        keep: Whether the shards stay mapped, see `FileMap`.
 
     Raises:
         ValueError: If a shard is missing, cut or damaged as far as ``verify`` looks. Headers and sizes are always compared.
