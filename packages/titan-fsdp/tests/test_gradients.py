@@ -172,6 +172,38 @@ def test_symmetric_memory_without_cuda_is_refused() -> None:
     run_ranks(run_symmetric_memory, 1)
 
 
+def run_first_collectives(reshard: Any) -> tuple[list[str], set[str]]:
+    """Groups of all-reduces and "symmetric", in their order; and the groups of the units."""
+    from titan_fsdp.wrapping import apply
+
+    order: list[str] = []
+    all_reduce = dist.all_reduce
+
+    def noting(tensor: Tensor, group: Any) -> None:
+        order.append(group.group_name)
+        all_reduce(tensor, group=group)
+
+    apply._check_mesh = lambda *unused: None  # which refuses the CPU
+    dist.all_reduce = noting
+    FSDPModule.set_symm_mem_for_comm = lambda module: order.append("symmetric")
+    policy = Policy(mode="hsdp", reshard=reshard, comm=Comm(symmetric_memory=True, reduce_scatter_group="own"))
+    model = plan(TinyLM(), mesh_for("hsdp"), policy).apply(TinyLM())
+    groups = [g for m in fsdp_modules(model) for g in m._get_fsdp_state()._fsdp_param_groups]
+    infos = [info for g in groups for info in (g.mesh_info, g.post_forward_mesh_info) if info is not None]
+    found = [g for i in infos for g in (i.shard_process_group, i.reduce_scatter_process_group) if g is not None]
+    return order, {group.group_name for group in found}
+
+
+@needs_2_15
+@pytest.mark.parametrize(("ranks", "reshard", "groups"), [(4, "always", 2), (8, 2, 3)])
+def test_ranks_of_each_group_meet_before_its_memory_is_symmetric(ranks: int, reshard: Any, groups: int) -> None:
+    for order, expected in run_ranks(run_first_collectives, ranks, reshard):
+        met = order[: order.index("symmetric")]
+        assert sorted(met) == sorted(expected)
+        assert len(met) >= groups
+        assert set(order[len(met) :]) == {"symmetric"}
+
+
 def run_two_stages(shared: bool) -> tuple[list[Tensor], bool]:
     """Gradients of two stages whose backwards alternate as in an interleaved pipeline; whether their streams are one's."""
     torch.manual_seed(0)

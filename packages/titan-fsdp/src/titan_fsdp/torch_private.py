@@ -15,6 +15,7 @@ from torch import nn
 from titan_fsdp.loaded import is_fsdp_class, is_fsdp_module
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "note_reached",
     "original_class",
     "replicate_engine",
+    "shard_groups",
     "share_streams",
     "split_factor",
     "surround",
@@ -103,6 +105,17 @@ def _param_groups(modules: "Iterable[FSDPModule]") -> list[Any]:
     states: list[Any] = [module._get_fsdp_state() for module in modules]  # pyright: ignore[reportPrivateUsage]
     groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
     return [group for found in groups for group in found if group is not None]
+
+
+def shard_groups(modules: "Iterable[FSDPModule]") -> "list[ProcessGroup]":
+    """The groups in which FSDP2 gathers and reduce-scatters, each once, in the order of the modules, the same on all ranks."""
+    groups: dict[str, ProcessGroup] = {}
+    for found in _param_groups(modules):
+        # a number as ``reshard`` gathers over a mesh of its own in backward
+        for info in filter(None, (found.mesh_info, found.post_forward_mesh_info)):
+            own = getattr(info, "reduce_scatter_process_group", None)  # since torch 2.15
+            groups |= {group.group_name: group for group in (info.shard_process_group, own) if group is not None}
+    return list(groups.values())
 
 
 def share_streams(models: Iterable[nn.Module]) -> None:

@@ -13,7 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan_fsdp.names import is_meta, named_modules, named_parameters
 from titan_fsdp.planning.data import PlanData, PlannedUnit, Sizes
-from titan_fsdp.torch_private import ddp_ignore, fsdp_modules, fsdp_roots, note_reached, replicate_engine
+from titan_fsdp.torch_private import (
+    ddp_ignore,
+    fsdp_modules,
+    fsdp_roots,
+    note_reached,
+    replicate_engine,
+    shard_groups,
+)
 from titan_fsdp.wrapping.borders import cast_at_borders
 from titan_fsdp.wrapping.checks import check_not_wrapped, check_on_first_forward
 from titan_fsdp.wrapping.compress import Bf16ReduceScatter, register_ddp_hook
@@ -54,7 +61,7 @@ def apply_plan(
     # A unit must be wrapped before the unit around it, which takes every parameter that is left.
     for unit in sorted(plan.units, key=_depth, reverse=True):
         _wrap(plan, unit, [modules[fqn] for fqn in unit.fqns], meshes[unit.mesh] if unit.mesh else mesh, ignored)
-    _configure(plan, model, modules)
+    _configure(plan, model, modules, mesh.device_type)
     setattr(model, _PLAN, plan)
     check_on_first_forward(model)
     return model
@@ -112,7 +119,7 @@ def _parameters(unit: PlannedUnit, modules: list[nn.Module]) -> list[tuple[nn.Pa
     return found
 
 
-def _configure(plan: PlanData, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+def _configure(plan: PlanData, model: nn.Module, modules: dict[str, nn.Module], device: str) -> None:
     policy = plan.policy
     sizes_of = {id(modules[fqn]): unit.sizes for unit in plan.units for fqn in unit.fqns}
     may_differ = policy.unused_parameters and any(unit.sizes.total > 1 for unit in plan.units)
@@ -128,8 +135,6 @@ def _configure(plan: PlanData, model: nn.Module, modules: dict[str, nn.Module]) 
             module.set_custom_reduce_scatter(Bf16ReduceScatter())  # pyright: ignore[reportArgumentType]
         if may_differ:
             module.set_reduce_scatter_unused_params(True)
-        if policy.comm.symmetric_memory:
-            module.set_symm_mem_for_comm()
     if may_differ:
         setattr(model, _REACHED, reached := set[nn.Parameter]())
         note_reached(fsdp_modules(model), reached)
@@ -138,6 +143,13 @@ def _configure(plan: PlanData, model: nn.Module, modules: dict[str, nn.Module]) 
             root.set_separate_reduce_scatter_group()
         if policy.comm.reduce_scatter_buffers > 1:
             root.set_reduce_scatter_max_input_buffers(policy.comm.reduce_scatter_buffers)
+    if policy.comm.symmetric_memory:
+        # Symmetric memory needs the communicator, which NCCL makes at a group's first collective. The barrier that torch has
+        # for this goes to gloo where a group has both.
+        for group in shard_groups(fsdp_modules(model)):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        for module in fsdp_modules(model):
+            module.set_symm_mem_for_comm()
     # A module in several-module units shares one state: its first module stands for the unit.
     firsts = [modules[unit.fqns[0]] for unit in plan.units if unit.params and unit.name != "root"]
     set_prefetch(model, [m for m in firsts if isinstance(m, FSDPModule)], policy.prefetch)
