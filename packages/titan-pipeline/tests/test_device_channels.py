@@ -21,6 +21,7 @@ from titan_pipeline.runtime import (  # noqa: E402
     TorchStage,
     solve_on_rank0,
 )
+from titan_pipeline.runtime.transport import device  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
@@ -60,21 +61,45 @@ def test_channels_connect_when_they_are_made_and_not_where_they_are_first_needed
     assert [connected for _, connected, _ in results] == [used for _, _, used in results] == channels
 
 
-def _alone(timeout_s):
-    schedule = build_schedule("1f1b", 2, 2)
+def _alone(timeout_s, comes):
+    """Rank 1 does not come to connect, or comes and sends nothing."""
+
+    def wait(*_):
+        time.sleep(4 * timeout_s)
+        return []
+
     if dist.get_rank() == 1:
-        DeviceTransport._connect = lambda self, pair, limit: time.sleep(2 * timeout_s)
+        setattr(DeviceTransport, "_exchange" if comes else "_connect", wait)
+    elif not comes:
+        DeviceTransport._exchange = wait  # as NCCL, which waits for the other rank without a limit
+    began = time.monotonic()
     try:
-        make(schedule, timeout_s=timeout_s)
+        make(build_schedule("1f1b", 2, 2), timeout_s=timeout_s)
     except RuntimeError as err:
-        return str(err)
-    return None
+        return str(err), time.monotonic() - began
+    return None, 0.0
 
 
-def test_a_rank_that_does_not_connect_is_named_within_the_time_limit():
-    said, _ = testing.run_ranks(_alone, 2, 1.0, timeout_s=30)
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_rank_that_does_not_connect_is_named_within_the_time_limit(comes):
+    (said, took), _ = testing.run_ranks(_alone, 2, 1.0, comes, timeout_s=30)
     assert "rank 0 of the pipeline could not connect to rank 1 within 1 s" in said
     assert "NCCL_DEBUG=INFO" in said
+    assert took < 3.5
+
+
+@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL"), reason="torch without NCCL")
+def test_a_receive_that_waits_on_a_gpu_leaves_it_to_the_computation(monkeypatch):
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(options))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    limit = timedelta(seconds=77)
+    for backend in ("nccl", "gloo"):
+        device._make_channels([[0, 1]], device._neighbours((0, 1)), backend, limit)
+    nccl, gloo = made[:2], made[2:]
+    assert [(o["pg_options"].config.max_ctas, o["pg_options"]._timeout) for o in nccl] == [(4, limit)] * 2
+    assert nccl[0]["pg_options"] is not nccl[1]["pg_options"], "torch writes the group's name into it"
+    assert [o["pg_options"] for o in gloo] == [None] * 2
 
 
 def _count_groups(rank):
@@ -174,6 +199,26 @@ def test_what_has_left_a_host_is_freed_before_the_step_ends():
     )  # of 64 MiB, however many microbatches: 16 may be on their way, and some while a thread wakes
 
 
+def _late(limit_s):
+    """Rank 0 sends late, and later comes to where the ranks meet."""
+    transport = GlooTransport(dist.new_group(timeout=timedelta(seconds=limit_s)))
+    transport.begin({0: [(0, 1, 0)]} if transport.rank else {}, {} if transport.rank else {1: 1})
+    got = None
+    if transport.rank:
+        got = transport.receive(0, (0, 1, 0))
+    else:
+        time.sleep(1.5 * limit_s)
+        transport.send(1, (0, 1, 0), (torch.ones(1),))
+        time.sleep(1.5 * limit_s)
+    return got, transport.close_step(None, ())
+
+
+def test_a_rank_that_compiles_for_longer_than_the_time_limit_of_a_collective_is_waited_for():
+    (_, first), (got, second) = testing.run_ranks(_late, 2, 1.0)
+    assert torch.equal(got[0], torch.ones(1))
+    assert first == second == (None, [[], []])
+
+
 def _log_posts():
     events, plain = [], dist.batch_isend_irecv
 
@@ -263,10 +308,17 @@ def test_a_rank_without_memory_for_a_message_says_so_and_blames_no_neighbour():
         assert said == "CUDA out of memory" if rank == 1 else "rank 1 failed at action" in said
 
 
-def _between_ends():
+def _between_ends(also_between):
     """A schedule goes from rank 0 to all, and the gradients of a tied weight between the first and the last."""
     schedule = build_schedule("1f1b", 3, 4)
-    transport = make(schedule)
+    transport = make(schedule, also_between=also_between)
+    by_host, plain = [], transport._post
+
+    def post(tensor, target):
+        by_host.append(tensor.dtype is torch.float32)
+        plain(tensor, target)
+
+    transport._post = post
     solved = solve_on_rank0(transport, Costs.uniform(3), 4, time_limit=0.1)
     torch.manual_seed(0)
     middle, layer = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -278,11 +330,14 @@ def _between_ends():
     stage.module.zero_grad()
     for x in data:
         (nn.functional.mse_loss(layer(middle(layer(x))), x) / 4).backward()
-    return grads, [p.grad for p in stage.module.parameters()], solved.digest
+    return grads, [p.grad for p in stage.module.parameters()], solved.digest, sum(by_host)
 
 
-def test_messages_between_ranks_that_are_no_neighbours_arrive_too():
-    results = testing.run_ranks(_between_ends, 3)
-    assert len({digest for _, _, digest in results}) == 1
-    for grads, expected, _ in results:
+@pytest.mark.parametrize(("also_between", "by_host"), [((), [2, 0, 2]), (((0, 2), (2, 2)), [0, 0, 0])])
+def test_messages_between_ranks_that_are_no_neighbours_arrive_too(also_between, by_host):
+    """The gradients of a weight and a bias, through host memory or by a channel."""
+    results = testing.run_ranks(_between_ends, 3, also_between)
+    assert len({digest for _, _, digest, _ in results}) == 1
+    for grads, expected, _, _ in results:
         torch.testing.assert_close(grads, expected)
+    assert [floats for _, _, _, floats in results] == by_host

@@ -155,6 +155,8 @@ def _misfits():
         DeviceTransport(mesh, "pp", (0, 1, 2, 3), cpu)
     with pytest.raises(ValueError, match="has 1 of 2 ranks"):
         DeviceTransport(mesh["dp"], "dp", (0,), cpu)
+    with pytest.raises(ValueError, match="Give ranks of the pipeline, 0 to 1"):
+        DeviceTransport(mesh, "pp", (0, 1), cpu, also_between=[(0, 2)])
 
 
 def test_meshes_that_do_not_fit_are_refused():

@@ -12,15 +12,16 @@ where it is needed. Memory of receives is taken and given back in the order of t
 What was sent is kept until the device says that it has left. After a failure each rank receives what is still in its
 channels and throws it away: they are clean again.
 
-The first message of a channel connects it, and holds up the host until the other rank comes. So all channels are connected
-when they are made, in one order on all ranks.
+The first message of a channel connects it, and holds up the host until the other rank comes, however long. So all channels
+are connected when they are made, in one order on all ranks, and two ranks meet through the store before.
 
-What little passes between ranks that are no neighbours (gradients of a weight that both ends share, a schedule from rank 0)
-goes through host memory, as in `GlooTransport`.
+What little passes between ranks without a channel (a schedule from rank 0) goes through host memory, as in `GlooTransport`.
 
-Cost: up to four communicators a rank (more where stages jump). Every rank of the job makes the groups of every pipeline:
-torch counts the groups that a rank has made and names them by it, so ranks that left out those of others would wait for
-different names. To leave one out costs a rank about ten microseconds.
+Cost: up to four communicators a rank (more where stages jump, or share a weight). A receive that is posted occupies
+multiprocessors of the GPU until its data is here: NCCL's channels take four at most. What that saves the computation and costs
+the messages has not been measured. Every rank of the job makes the groups of every pipeline: torch counts the groups that
+a rank has made and names them by it, so ranks that left out those of others would wait for different names. To leave one
+out costs a rank about ten microseconds.
 
 Limit: a peer whose process dies after its header and before its data leaves the device waiting; the backend's own
 time-out then ends it. Checked on the CPU, where the channels are gloo groups; NCCL itself has a test that needs two GPUs.
@@ -44,6 +45,8 @@ from titan_pipeline.runtime.transport.tree import TensorTree
 
 _AHEAD = 2
 """Messages of one source whose receive may be posted before they are needed: memory for so many more."""
+_MAX_CTAS = 4
+"""Thread blocks of NCCL that one message may occupy; by default up to 32 over NVLink."""
 _PATIENCE = 1.0
 """Seconds given to the news of a failure when a data channel broke before it arrived."""
 
@@ -60,10 +63,14 @@ class DeviceTransport(GlooTransport):
         placement: Rank of each stage, as in ``schedule.placement``; schedules that are swapped in must have the same.
         device: Where received tensors go: this rank's accelerator.
         backend: Of the channels; by default what torch uses for the device (NCCL on CUDA, gloo on the CPU).
-        timeout_s: Seconds until a rank that does not come to connect, or a message that does not come, is an error.
+        timeout_s: Seconds until a rank that does not come to connect, or data that does not come, is an error.
+        also_between: Pairs of this pipeline's ranks that get channels too, both ways, though none of their stages follow one
+            another: those that share a weight, as ``[(0, 3)]`` for an embedding tied to the head. Without one, its gradients go
+            through host memory.
 
     Raises:
-        ValueError: If the mesh lacks the axis or some ranks of the job, or the axis has another size than the placement.
+        ValueError: If the mesh lacks the axis or some ranks of the job, or the axis has another size than the placement, or
+            ``also_between`` names a rank that the placement does not use.
         RuntimeError: If a neighbour did not connect in time.
     """
 
@@ -76,6 +83,7 @@ class DeviceTransport(GlooTransport):
         *,
         backend: str | None = None,
         timeout_s: float = 600.0,
+        also_between: Sequence[tuple[int, int]] = (),
     ) -> None:
         names = mesh.mesh_dim_names or ()
         if axis not in names:
@@ -86,10 +94,16 @@ class DeviceTransport(GlooTransport):
                 f"the mesh has {mesh.size()} of {dist.get_world_size()} ranks and {size} of them on axis {axis!r}, the "
                 f"placement uses {num_ranks}. Give the mesh of the whole job, and schedule.placement."
             )
+        if any(not 0 <= rank < num_ranks for pair in also_between for rank in pair):
+            raise ValueError(
+                f"also_between={list(also_between)} names ranks that the placement does not use. Give ranks of the pipeline, "
+                f"0 to {num_ranks - 1}."
+            )
         pipelines: list[list[int]] = mesh.mesh.movedim(names.index(axis), -1).reshape(-1, size).tolist()
         backend = backend or dist.get_default_backend_for_device(device)
         limit = timedelta(seconds=timeout_s)
         self._device = device
+        self._simulated = backend == "fake"
         self._tells = backend not in ("gloo", "fake")
         """Whether a send's work says when it has left; that of torch 2.11's fake groups never does."""
         self._leaving: deque[tuple[list[Any], list[Tensor]]] = deque()
@@ -97,7 +111,7 @@ class DeviceTransport(GlooTransport):
         """By source, messages whose header is here and whose receive is not posted, in order."""
         self._posted: dict[tuple[int, Key], tuple[Payload, list[Any]]] = {}
         super().__init__(_control_group(mesh, axis, pipelines, limit))
-        self._channels = _make_channels(pipelines, _neighbours(placement), backend, limit)
+        self._channels = _make_channels(pipelines, _neighbours(placement, also_between), backend, limit)
         for pair in self._channels:
             self._connect(pair, limit)
 
@@ -252,10 +266,16 @@ class DeviceTransport(GlooTransport):
         return dist.batch_isend_irecv([dist.P2POp(way, t, group=channel, group_peer=other) for t in tensors])
 
     def _connect(self, pair: tuple[int, int], limit: timedelta) -> None:
-        """Exchange one element over a channel."""
+        """Meet the other rank, then exchange one element over a channel: NCCL would wait for it without a limit."""
         deadline = time.monotonic() + limit.total_seconds()
+        other = pair[1] if pair[0] == self.rank else pair[0]
         token = torch.zeros(1, device=self._device)
         try:
+            if not self._simulated:
+                store: Any = dist.distributed_c10d._get_default_store()
+                here = f"titan_pipeline/connect/{self._channels[pair].group_name}/{pair}"
+                store.set(f"{here}/{self.rank}", "")
+                store.wait([f"{here}/{other}"], limit)
             for work in self._exchange(dist.isend if pair[0] == self.rank else dist.irecv, pair, [token]):
                 if not self._tells:
                     work.wait(limit)
@@ -264,7 +284,6 @@ class DeviceTransport(GlooTransport):
                         raise RuntimeError("it did not come")
                     time.sleep(0.001)
         except RuntimeError as err:
-            other = pair[1] if pair[0] == self.rank else pair[0]
             raise RuntimeError(
                 f"rank {self.rank} of the pipeline could not connect to rank {other} within {limit.total_seconds():g} s: {err}. "
                 "See whether that rank still runs, and whether the machines reach each other by the network that the backend "
@@ -272,12 +291,13 @@ class DeviceTransport(GlooTransport):
             ) from err
 
 
-def _neighbours(placement: Sequence[int]) -> list[tuple[int, int]]:
-    """Directed pairs of ranks that exchange messages, in the order in which they connect.
+def _neighbours(placement: Sequence[int], others: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    """Directed pairs of ranks that have channels, in the order in which they connect.
 
-    Every second pair of neighbours, then those between: in ascending order each rank would wait for the one before.
+    Every second pair of neighbours, then those between: in ascending order each rank would wait for the one before. One order
+    of all pairs, whichever it is, ends: of those that are left, nothing holds up the first.
     """
-    pairs = {(a, b) for s, t in pairwise(placement) for a, b in ((s, t), (t, s)) if a != b}
+    pairs = {(a, b) for s, t in (*pairwise(placement), *others) for a, b in ((s, t), (t, s)) if a != b}
     return sorted(pairs, key=lambda pair: (min(pair) % 2, pair))
 
 
@@ -290,10 +310,21 @@ def _make_channels(
     for members in pipelines:
         for source, target in pairs:
             both = [members[source], members[target]]
-            channel = dist.new_group(both, backend=backend, timeout=limit)
+            channel = dist.new_group(both, backend=backend, timeout=limit, pg_options=_options(backend, limit))
             if me in both:
                 channels[source, target] = cast(dist.ProcessGroup, channel)
     return channels
+
+
+def _options(backend: str, limit: timedelta) -> Any:
+    """Of one channel."""
+    if backend != "nccl" or not hasattr(dist, "ProcessGroupNCCL"):
+        return None
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit  # torch warns if it is not that of new_group
+    if hasattr(options, "config"):
+        options.config.max_ctas = _MAX_CTAS
+    return options
 
 
 def _control_group(

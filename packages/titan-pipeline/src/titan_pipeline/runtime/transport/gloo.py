@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,6 +45,15 @@ _PATIENCE_S = 0.5
 
 _ON_THE_WAY = 16
 """Sends that may be under way before a thread sees them off: without one, they are kept until the step closes."""
+
+
+_LONGEST = timedelta(days=1)
+"""How long a message may take. Not the group's time-out: the last rank waits while all others compile, one after another. The
+watchdog tells that from a hang."""
+
+
+_MEETING = 1
+"""Tag of what ranks exchange where they meet."""
 
 
 _HEADER = 8 * HEADER_LENGTH
@@ -218,15 +228,25 @@ class GlooTransport:
     ) -> tuple[PeerFailure | None, list[list[float]]]:
         self._see_off(0)
         report = torch.tensor([1.0 if failure else 0.0, *values], dtype=torch.float64)
-        reports = [torch.empty_like(report) for _ in range(self.num_ranks)]
-        dist.all_gather(reports, report, group=self._group)
+        reports = self._gather(report)
         first: PeerFailure | None = None
         if any(r[0] for r in reports):
-            texts = [torch.empty(TEXT_LENGTH, dtype=torch.uint8) for _ in reports]
-            dist.all_gather(texts, encode_failure(failure), group=self._group)
-            first = next(f for f in map(decode_failure, texts) if f is not None)
+            texts = map(decode_failure, self._gather(encode_failure(failure)))
+            first = next(f for f in texts if f is not None)
             self._receiver.clear()
         return first, [r[1:].tolist() for r in reports]
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in rank order, by messages: a collective has the group's time-out."""
+        parts = [torch.empty_like(mine) if rank != self.rank else mine for rank in range(self.num_ranks)]
+        works: list[Any] = []
+        for rank, part in enumerate(parts):
+            if rank != self.rank:
+                works.append(dist.isend(mine, group=self._group, group_dst=rank, tag=_MEETING))
+                works.append(dist.irecv(part, group=self._group, group_src=rank, tag=_MEETING))
+        for work in works:
+            work.wait(_LONGEST)
+        return parts
 
     def _laid_out(self, way: str, rank: int, key: Key, specs: Specs, structure: bytes) -> None:
         """What the next message with this key will look like, if it is like this one. Noted alike on both ranks."""
@@ -258,7 +278,7 @@ class GlooTransport:
         sent = self._sent
         while len(sent) > left:
             with suppress(IndexError):  # two threads may wait
-                sent.popleft()[0].wait()
+                sent.popleft()[0].wait(_LONGEST)
 
     def _announced(self, source: int, key: Key) -> None:
         """Called in the listening thread before a message can be taken."""
@@ -270,8 +290,12 @@ class GlooTransport:
         around = self.around_transfer
         with nullcontext() if around is None else around(sum(t.nbytes for t in tensors)):
             for tensor in tensors:
-                dist.recv(on_wire(tensor), group=self._group, group_src=source)
+                self._read(on_wire(tensor), source)
         return payload
+
+    def _read(self, tensor: Tensor, source: int) -> None:
+        work: Any = dist.irecv(tensor, group=self._group, group_src=source)
+        work.wait(_LONGEST)
 
     def _post(self, tensor: Tensor, target: int) -> None:
         self._sent.append((dist.isend(tensor, group=self._group, group_dst=target), tensor))
@@ -282,7 +306,7 @@ class GlooTransport:
             for key in keys:
                 known = self._layouts.get(("from", source, key))
                 whole = torch.empty(max(_HEADER, 0 if known is None else known.num_bytes), dtype=torch.uint8)
-                dist.recv(whole, group=self._group, group_src=source)
+                self._read(whole, source)
                 header = whole[:_HEADER].view(torch.int64)
                 if known is not None and header[0] == PACKED:
                     payload = with_structure(known.unpack(whole, key), known.structure)
@@ -290,14 +314,14 @@ class GlooTransport:
                     continue
                 if announces_failure(header):
                     text = torch.empty(TEXT_LENGTH, dtype=torch.uint8)
-                    dist.recv(text, group=self._group, group_src=source)
+                    self._read(text, source)
                     failure = decode_failure(text)
                     assert failure is not None
                     self._receiver.fail(failure)
                     return
                 rest = torch.empty(rest_of(header), dtype=torch.int64)
                 if rest.numel():
-                    dist.recv(rest, group=self._group, group_src=source)
+                    self._read(rest, source)
                 got, specs, structure = decode_header(torch.cat([header, rest]))
                 if got != key:
                     raise RuntimeError(f"expected message {key} from rank {source}, got {got}")
