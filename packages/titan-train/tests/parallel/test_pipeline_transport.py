@@ -1,13 +1,14 @@
 """Stages exchange tensors from device to device, by channels of the device's backend; here the CPU's, which is gloo."""
 
 import dataclasses
+from unittest.mock import MagicMock
 
 import composition
 import pytest
 import torch
 from composition_matrix import MODELS
 from titan_pipeline import build_schedule
-from titan_pipeline.runtime import DeviceTransport, SocketTransport
+from titan_pipeline.runtime import DeviceTransport, SocketTransport, TiedWeight
 from titan_testing import run_ranks
 from titan_train.config import PipelineConfig
 from titan_train.parallel import apply as build
@@ -61,4 +62,15 @@ def test_the_device_decides():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "device_transport", lambda *args: seen.append(args))
         pipeline.make_transport(schedule, mesh, device, 60.0)
-    assert seen == [(schedule, mesh, device, 60.0)]
+    assert seen == [(schedule, mesh, device, 60.0, ())]
+
+
+@pytest.mark.parametrize(("placement", "name"), [(range(4), "1f1b"), ((0, 1, 2, 3, 3, 2, 1, 0), "zbv")])
+def test_ranks_that_share_an_embedding_have_a_channel_for_its_gradients(placement, name):
+    schedule = build_schedule(name, 4, 4)
+    tied, seen = [TiedWeight({0: "embed.weight", len(placement) - 1: "head.weight"})], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "DeviceTransport", lambda *args, also_between, **options: seen.append(also_between))
+        pipeline.device_transport(schedule, MagicMock(), torch.device("cuda"), 60.0, tied)
+    assert schedule.placement == tuple(placement)
+    assert [(0, placement[-1]) in between for between in seen] == [True]

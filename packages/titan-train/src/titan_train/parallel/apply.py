@@ -122,7 +122,7 @@ def build_parallel_model(
         keywords = (*task.keywords, *(AHEAD if depth else ()), *read_again)
         copies = {name: len(w.names) for w in tied for held in w.names.values() for name in names[held]}
         pipeline = Pipeline(
-            schedule, parts, make_transport(schedule, mesh, device, config.launch.timeout_s), loss=loss, tied=tied,
+            schedule, parts, make_transport(schedule, mesh, device, config.launch.timeout_s, tied), loss=loss, tied=tied,
             keywords=keywords, fused_loss=fused_loss, config=config.pipeline,
             schedule_for=lambda n: plan_schedule(config.pipeline, pp=layout.spec.pp, microbatches=n), rules=DEFERRING_RULES,
             gather_each_microbatch=config.parallel.reshard == "always" or mode == "ddp",  # ddp gathers nothing

@@ -37,7 +37,9 @@ from titan_train.observe.timing import StepTimer
 from titan_train.observe.timing.collectives import CollectiveMeter
 
 
-def make_transport(schedule: Schedule, mesh: Mesh, device: torch.device, timeout_s: float) -> Transport:
+def make_transport(
+    schedule: Schedule, mesh: Mesh, device: torch.device, timeout_s: float, tied: Sequence[TiedWeight] = ()
+) -> Transport:
     """How this rank exchanges hidden states with the stages before and after. Collective over all ranks of the run.
 
     Args:
@@ -46,16 +48,22 @@ def make_transport(schedule: Schedule, mesh: Mesh, device: torch.device, timeout
         device: Where stages compute. Tensors of an accelerator travel from device to device, those of the CPU through
             sockets on one machine and by gloo between machines.
         timeout_s: Seconds until a rank that does not connect is an error.
+        tied: Weights that several stages hold; on accelerators, ranks that share one get channels for its gradients.
     """
     if device.type == "cpu":
         return host_transport(mesh.group("pp"))
-    return device_transport(schedule, mesh, device, timeout_s)
+    return device_transport(schedule, mesh, device, timeout_s, tied)
 
 
-def device_transport(schedule: Schedule, mesh: Mesh, device: torch.device, timeout_s: float) -> Transport:
-    """A channel of the device's own backend for each pair of neighbours, of every pipeline. Collective over all ranks."""
-    every_rank = mesh["pp", "dp_replicate", "fsdp", "tp"]
-    return DeviceTransport(every_rank, "pp", schedule.placement, device, timeout_s=timeout_s)
+def device_transport(
+    schedule: Schedule, mesh: Mesh, device: torch.device, timeout_s: float, tied: Sequence[TiedWeight] = ()
+) -> Transport:
+    """A channel of the device's own backend for each pair of neighbours, or of ranks that share a weight, of every pipeline.
+    Collective over all ranks.
+    """
+    every_rank, place = mesh["pp", "dp_replicate", "fsdp", "tp"], schedule.placement
+    shared = [(place[min(weight.names)], place[stage]) for weight in tied for stage in weight.names]
+    return DeviceTransport(every_rank, "pp", place, device, timeout_s=timeout_s, also_between=shared)
 
 
 TOKEN_IDS = "token_ids"
