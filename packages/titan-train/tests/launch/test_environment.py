@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from titan_train.config import Config, LaunchConfig
+from titan_train.config import Config, LaunchConfig, ParallelConfig
 from titan_train.launch.rank import environment, worker
 from titan_train.launch.rank.environment import check_environment, check_meeting_place
 from titan_train.launch.rank.info import RankInfo, ranks_from_torchrun
@@ -119,3 +119,41 @@ def test_ranks_that_meet_through_a_file_talk_over_loopback(monkeypatch, tmp_path
     ):
         pass
     assert [environ[name] for name in names] == ["lo", asked or "lo"]
+
+
+@pytest.mark.parametrize(
+    ("offload", "ranks", "asked", "threads"),
+    [
+        ("cpu", 8, "1", [4]),
+        ("cpu-nopin", 1, None, [16]),
+        ("cpu", 64, "1", [1]),
+        ("cpu", 8, "3", []),
+        ("none", 8, "1", []),
+    ],
+)
+def test_ranks_with_their_optimizer_in_host_memory_share_the_cores(
+    monkeypatch, tmp_path, offload, ranks, asked, threads
+):
+    """Of 32 cores, 16 beside the GPU."""
+
+    class Seen(Exception):
+        pass
+
+    def init(*_, **__):
+        raise Seen
+
+    cores, set_to = [range(32)], []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores[0])
+    monkeypatch.setattr(worker, "prepare_gpu", lambda *_, **__: cores.insert(0, range(16)))
+    monkeypatch.setattr(worker, "check_environment", lambda **_: None)
+    monkeypatch.setattr("torch.set_num_threads", set_to.append)
+    monkeypatch.setattr("torch.distributed.init_process_group", init)
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    monkeypatch.setattr(os, "environ", environ | ({} if asked is None else {"OMP_NUM_THREADS": asked}))
+    config = Config(parallel=ParallelConfig(offload=offload))
+    with (
+        pytest.raises(Seen),
+        worker._process_group(config, RankInfo(0, 0, ranks, ranks, "cuda", str(tmp_path / "store")), None),
+    ):
+        pass
+    assert set_to == threads
