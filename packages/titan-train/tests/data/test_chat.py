@@ -233,8 +233,12 @@ def test_a_call_is_not_written_where_another_turn_names_its_function():
         Conversations(ChatTemplate(IGNORES, {})).document([*talk("search it"), call], {}, 1)
 
 
-def test_only_templates_that_read_reasoning_prepare_tokens_anew():
+def test_only_chats_that_are_written_in_another_way_prepare_tokens_anew():
     source = SourceConfig(name="chats", kind="jsonl", paths=("a",), messages_key="messages")
+    chatml = ChatTemplate(BUILT_IN["chatml"], {})
+    cases = [(source, chatml), (replace(source, messages_key="auto"), chatml), (source, ChatTemplate("own", {}))]
+    assert ["records" in template_key(*case) for case in cases] == [False, True, True]
+    assert "records" not in template_key(replace(source, messages_key="auto", stream=True), chatml)
     texts = [BUILT_IN["chatml"], "{{ messages[0].thinking }}"]
     keys = [template_key(source, ChatTemplate(text, {})) for text in texts]
     assert ["messages" in key for key in keys] == [False, True]
@@ -312,5 +316,9 @@ def test_the_input_of_alpaca_stands_below_its_instruction_and_other_records_are_
         {"role": "user", "content": "Add.\n\n2 3"},
         {"role": "assistant", "content": "5"},
     ]
+    shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "Be short."}
+    assert messages_of(shared) == [{"role": "system", "content": "Be short."}, *shared["conversations"]]
+    own = [{"from": "system", "value": "Be long."}, *shared["conversations"]]
+    assert messages_of(shared | {"conversations": own}) == own
     with pytest.raises(ValueError, match=r"instruction and output; it has \['question', 'reply'\]"):
         messages_of({"question": "a", "reply": "b"})

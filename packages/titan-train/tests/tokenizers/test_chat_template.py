@@ -151,6 +151,45 @@ def test_a_built_in_template_writes_the_text_of_parts_and_refuses_what_it_would_
     assert marked.render([{"role": "user", "content": None, "tool_calls": [call]}])
 
 
+TRIMS = (  # as Llama 3's and Gemma 2's do
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def test_parts_of_text_are_joined_where_a_template_knows_no_parts():
+    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "👋"}]
+    in_parts = [*TALK[:2], {"role": "assistant", "content": parts}]
+    assert answers(ChatTemplate(TRIMS, {}), in_parts) == answers(ChatTemplate(TRIMS, {}), TALK[:3])
+    own = TRIMS.replace(
+        "m['content'] | trim", "m.content if m.content is string else m.content | map(attribute='text') | join('+')"
+    )
+    assert answers(ChatTemplate(own, {}), in_parts)[0] == ["Hello +👋<|end|>"]
+    with pytest.raises(ValueError, match="message 1 holds more than text"):
+        ChatTemplate(TRIMS, {}).render([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
+
+
+@pytest.mark.parametrize(
+    ("writes", "expected"),
+    [
+        ("call.function.arguments | tojson", '{"city": "Köln"}'),
+        ("call | tojson", '{"function": {"name": "f", "arguments": {"city": "Köln"}}}'),
+        ("call.function.arguments", '{"city": "Köln"}'),
+        ("call.function.arguments if call.function.arguments is string else call | tojson", '{"city": "Köln"}'),
+    ],
+)
+def test_arguments_that_are_json_text_are_not_encoded_twice(writes, expected):
+    template = ChatTemplate(
+        f"{{% for m in messages %}}{{% for call in m.tool_calls %}}{{{{ {writes} }}}}{{% endfor %}}{{% endfor %}}", {}
+    )
+    for arguments in ('{"city": "Köln"}', {"city": "Köln"}):
+        message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        if isinstance(arguments, str) or writes.startswith(("call |", "call.function.arguments |")):
+            assert template.render([message]) == expected
+    message["tool_calls"][0]["function"]["arguments"] = "no JSON"
+    assert "no JSON" in template.render([message])
+
+
 @pytest.mark.parametrize(
     "source", [CHATML, UNMARKED, LLAMA2, "{{ tools | tojson }}{{ messages[0] | tojson(indent=2) }}"]
 )

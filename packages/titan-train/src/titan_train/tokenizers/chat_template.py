@@ -10,6 +10,7 @@ adds to rendering the first k - 1 with the generation prompt. That holds only fo
 turn; one that does (by dropping earlier reasoning, for example) is refused, and needs the marks.
 """
 
+import contextlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -195,16 +196,29 @@ class ChatTemplate:
         given = dict(self.special_tokens) | dict(variables)
         if now is not None:
             given["strftime_now"] = now.strftime
-        try:
-            return self._template.render(
-                messages=[_with_reasoning(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **given,
-            )
-        except (jinja2.TemplateError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as err:
-            raise ValueError(f"the chat template refuses the conversation ({err})") from err
+
+        def write(messages: Sequence[Message]) -> str:
+            try:
+                return self._template.render(
+                    messages=[_with_reasoning(message) for message in messages],
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **given,
+                )
+            except (
+                jinja2.TemplateError,
+                TypeError,
+                ArithmeticError,
+                LookupError,
+                AttributeError,
+                RecursionError,
+            ) as err:
+                raise ValueError(f"the chat template refuses the conversation ({err})") from err
+
+        text = write(messages)
+        readable = [_as_read(number, message, text) for number, message in enumerate(messages, start=1)]
+        return text if readable == [*messages] else write(readable)
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -221,10 +235,42 @@ def _text_alone(number: int, message: Message) -> Message:
     calls = message.get("tool_calls") or message.get("function_call")
     if calls or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(
-            f"message {number} holds more than text, or none, which the built-in chat templates do not write. Set "
+            f"message {number} holds more than text, or none, which the chat template does not write. Set "
             "tokenizer.chat_template to a Jinja file that does"
         )
     return {**message, "content": "".join(texts)}
+
+
+def _as_read(number: int, message: Message, text: str) -> Message:
+    """The message in the form that the template reads; ``text`` is what it wrote first.
+
+    A template that knows no parts writes them as Python does, and one that writes the arguments of calls as JSON encodes those
+    that are JSON text already once more.
+    """
+    content = message.get("content")
+    if isinstance(content, list) and any(isinstance(part, dict) and str(part) in text for part in content):
+        message = {**message, **_text_alone(number, {"content": content})}
+    if isinstance(calls := message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_with_object(call, text) for call in calls]}
+    if call := message.get("function_call"):
+        message = {**message, "function_call": _with_object(call, text)}
+    return message
+
+
+def _with_object(call: Any, text: str) -> Any:
+    """A call with the object that its arguments stand for, where ``text`` has their JSON text as JSON, and not as it is."""
+    if not isinstance(call, dict):
+        return call
+    held = cast("dict[str, Any]", call)
+    if isinstance(held.get("function"), dict):
+        return {**held, "function": _with_object(held["function"], text)}
+    arguments = held.get("arguments")
+    if isinstance(arguments, str) and _to_json(arguments) in text:
+        with contextlib.suppress(ValueError, RecursionError):
+            read = json.loads(arguments)
+            if isinstance(read, dict) and (not read or arguments not in text):
+                return {**held, "arguments": read}
+    return held
 
 
 def _check_calls(number: int, message: Message, text: str) -> None:

@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_train.config import SourceConfig
+from titan_train.config.data import AUTO_MESSAGES
 from titan_train.data.sources.document import Document
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, Tokenizer
-from titan_train.tokenizers.chat_template import REASONING, check_message_text
+from titan_train.tokenizers.chat_template import BUILT_IN, REASONING, check_message_text
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 _INSTEAD = ("tool_calls", "function_call", *REASONING)
@@ -34,7 +35,8 @@ def messages_of(record: Any) -> Any:
     """The messages of a record whose form its own keys tell: ``messages_key = "auto"``.
 
     ``messages`` or ``conversations`` (ShareGPT) are lists of messages; ``prompt`` and ``completion``, texts or lists of
-    messages; ``instruction``, ``input`` and ``output`` (Alpaca) one question, with the input below the instruction.
+    messages; ``instruction``, ``input`` and ``output`` (Alpaca) one question, with the input below the instruction. The record's
+    ``system`` comes first, unless one of the messages is the system's.
 
     Raises:
         ValueError: It has none of these forms.
@@ -42,6 +44,16 @@ def messages_of(record: Any) -> Any:
     if not isinstance(record, dict):
         raise ValueError(f"the record is {type(record).__name__}, not an object")
     held = {str(key): value for key, value in cast("dict[Any, Any]", record).items() if value is not None}
+    messages, system = _held_messages(held), held.get("system")
+    if not system or not isinstance(messages, list):
+        return messages
+    turns = cast("list[Any]", messages)
+    if any(isinstance(turn, dict) and "system" in (turn.get("role"), turn.get("from")) for turn in turns):
+        return turns
+    return [{"role": "system", "content": system}, *turns]
+
+
+def _held_messages(held: dict[str, Any]) -> Any:
     for key in ("messages", "conversations"):
         if key in held:
             return held[key]
@@ -50,8 +62,7 @@ def messages_of(record: Any) -> Any:
             asked = held[question]
             if question == "instruction" and held.get("input"):
                 asked = f"{asked}\n\n{held['input']}"
-            before = [{"role": "system", "content": held["system"]}] if held.get("system") else []
-            return [*before, *_said("user", asked), *_said("assistant", held[answer])]
+            return [*_said("user", asked), *_said("assistant", held[answer])]
     raise ValueError(
         f"has none of messages, conversations, prompt and completion, or instruction and output; it has {sorted(held)[:12]}"
     )
@@ -136,6 +147,9 @@ def template_key(source: SourceConfig, template: ChatTemplate | None) -> dict[st
         key["tool_use"] = template.tool_use
     if any(name in template.source + template.tool_use for name in REASONING[:2]):
         key["messages"] = 2  # 1 gave reasoning by the record's own name alone
+    if not source.stream and (source.messages_key == AUTO_MESSAGES or template.source not in BUILT_IN.values()):
+        # 1 left out a record's system, and wrote parts as Python and JSON text as JSON; streams go on with those behind
+        key["records"] = 2
     return key
 
 
