@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,6 +21,7 @@ from titan_train.hub.choose import RepoFile, choose_data_files, choose_model_fil
 pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 
 module = importlib.import_module("titan_train.hub.download")
+TRANSFER = module._transfer
 
 WEIGHTS = bytes(range(256)) * 2000
 MODEL = {
@@ -111,7 +115,7 @@ def test_only_what_is_missing_must_fit_on_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: disk)
     most, sent = 60_000, {}
 
-    def transfer(hub, url, size, part):
+    def transfer(hub, url, size, part, errors):
         name = url.rpartition("/")[2]
         have = part.stat().st_size if part.exists() else 0
         with part.open("ab") as file:
@@ -147,7 +151,7 @@ def holds(monkeypatch):
         found = SimpleNamespace(sha=commit * 40, siblings=siblings)
         monkeypatch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **__: found)
 
-        def transfer(hub, url, size, part):
+        def transfer(hub, url, size, part, errors):
             name = url.rpartition("/")[2]
             part.write_bytes(content[name][: 1 if name in broken else None])
             if name in broken:
@@ -156,6 +160,45 @@ def holds(monkeypatch):
         monkeypatch.setattr(module, "_transfer", transfer)
 
     return set_to
+
+
+def test_one_file_that_fails_ends_the_others(tmp_path, holds, monkeypatch):
+    names = [f"train-{i}.parquet" for i in range(5)]
+    holds("a", dict.fromkeys(names, b"content"))
+    begun, all_begun = [], threading.Barrier(4)
+
+    def http_get(url, file, **_):
+        begun.append(url.rpartition("/")[2])
+        all_begun.wait(30)
+        if url.endswith(names[0]):
+            raise OSError("no such host")
+        while True:
+            file.write(b"c")
+            time.sleep(0.01)
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", http_get)
+    monkeypatch.setattr(module, "_transfer", TRANSFER)
+    with pytest.raises(RuntimeError, match="no such host"):
+        module.download("datasets/org/name", tmp_path)
+    assert sorted(begun) == names[:4]
+
+
+def test_two_downloads_into_one_folder_load_each_file_once(tmp_path, holds, monkeypatch):
+    holds("a", {"train.parquet": b"content"})
+    quick, begun, told = module._transfer, [], []
+
+    def transfer(*args):
+        begun.append(args[1])
+        while not any("waiting for another command" in text for text in told):
+            time.sleep(0.01)
+        quick(*args)
+
+    monkeypatch.setattr(module, "_transfer", transfer)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(module.download, "datasets/org/name", tmp_path, tell=told.append) for _ in range(2)]
+        assert [one.result(60).size for one in both] == [7, 7]
+    assert len(begun) == 1
+    assert loaded(tmp_path) == {"train.parquet"}
 
 
 def recorded(folder):

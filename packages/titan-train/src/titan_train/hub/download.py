@@ -1,18 +1,20 @@
 """Load files of a repository: resumed where a transfer stopped, and compared with the hashes that the hub states.
 
 The branch or tag is resolved to a commit first, so that all files are of one. `download.json` is written last: a folder
-without it is unfinished, and the same command finishes it. Calls that choose other files of the same repository add to a folder:
-what each chose is in `.parts/wanted.json` until all of it is there.
+without it is unfinished, and the same command finishes it. Calls that choose other files of the same repository add to a folder,
+one call at a time: what each chose is in `.parts/wanted.json` until all of it is there.
 """
 
+import contextlib
 import hashlib
 import importlib
+import io
 import json
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,35 +77,88 @@ def download(
     is_data = name.startswith("datasets/")
     repo_id, repo_type = name.removeprefix("datasets/"), "dataset" if is_data else "model"
     out = Path(out)
-    earlier = _check_folder(out, name)
+    _check_folder(out, name)
     info: Any = _asked(
         name, lambda: hub.HfApi().repo_info(repo_id, repo_type=repo_type, revision=revision, files_metadata=True)
     )
     listed = [_as_file(sibling) for sibling in info.siblings or ()]
     chosen = choose_data_files(listed, include) if is_data else choose_model_files(listed, list(parts), include)
-    others = _others(out, earlier, f"{name} at {info.sha[:12]}", info.sha, listed, chosen, tell)
+
+    def transfer_of(file: RepoFile, errors: Sequence[BaseException]) -> Callable[[Path], None]:
+        url = hub.hf_hub_url(repo_id, file.name, repo_type=repo_type, revision=info.sha)
+        return lambda part: _transfer(hub, url, file.size, part, errors)
+
+    with _alone(out, tell):
+        return _load_chosen(out, name, info.sha, listed, chosen, tell, transfer_of)
+
+
+def _load_chosen(
+    out: Path,
+    name: str,
+    commit: str,
+    listed: Sequence[RepoFile],
+    chosen: Sequence[RepoFile],
+    tell: Callable[[str], None],
+    transfer_of: Callable[[RepoFile, Sequence[BaseException]], Callable[[Path], None]],
+) -> Downloaded:
+    """Load what is missing of the chosen files. The first error, or Ctrl-C, ends the other transfers."""
+    others = _others(out, _check_folder(out, name), f"{name} at {commit[:12]}", commit, listed, chosen, tell)
     total = sum(file.size for file in chosen)
     _check_space(out, sum(max(0, file.size - _have(out, file)) for file in chosen))
-    _write_record(out / PARTS_NAME / _WANTED_NAME, name, info.sha, [*chosen, *others])
+    _write_record(out / PARTS_NAME / _WANTED_NAME, name, commit, [*chosen, *others])
     (out / RECORD_NAME).unlink(missing_ok=True)  # unfinished until everything was compared again
-    tell(f"{name} at {info.sha[:12]}: {len(chosen)} files, {total / 1e6:,.1f} MB")
+    tell(f"{name} at {commit[:12]}: {len(chosen)} files, {total / 1e6:,.1f} MB")
+    errors: list[BaseException] = []
 
     def load(file: RepoFile) -> RepoFile:
-        url = hub.hf_hub_url(repo_id, file.name, repo_type=repo_type, revision=info.sha)
-        return _load(out, file, partial(_transfer, hub, url, file.size))
+        _refuse_after(errors)
+        try:
+            return _asked(name, lambda: _load(out, file, transfer_of(file, errors)))
+        except BaseException as err:
+            errors.append(err)
+            raise
 
     with ThreadPoolExecutor(_TRANSFERS) as pool:
-        loads = [pool.submit(_asked, name, partial(load, file)) for file in chosen]
-        checked = tuple(one.result() for one in loads)
+        loads = [pool.submit(load, file) for file in chosen]
+        try:
+            checked = tuple(one.result() for one in loads)
+        except BaseException as err:
+            errors.append(err)
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise errors[0] from errors[0].__cause__  # because of it the others ended
     if missing := [file.name for file in others if not (out / file.name).is_file()]:
         tell(
             f"{out} still lacks {_some(missing)} of a download that broke off. Run that command again; to do without, remove "
             f"{out / PARTS_NAME} and run this one again."
         )
     else:
-        _write_record(out / RECORD_NAME, name, info.sha, [*checked, *others])
+        _write_record(out / RECORD_NAME, name, commit, [*checked, *others])
         shutil.rmtree(out / PARTS_NAME, ignore_errors=True)
-    return Downloaded(out, name, info.sha, checked)
+    return Downloaded(out, name, commit, checked)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, tell: Callable[[str], None]) -> Generator[None]:
+    """Inside, no other process or thread loads into the folder, where the file system has locks."""
+    import fcntl  # not on Windows
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)  # of the folder itself: no file is left
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                tell(f"waiting for another command that loads into {folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _refuse_after(errors: Sequence[BaseException]) -> None:
+    if errors:
+        raise InterruptedError("ended because another file could not be loaded")
 
 
 def _asked(name: str, question: Callable[[], Result]) -> Result:
@@ -265,11 +320,23 @@ def _load(folder: Path, file: RepoFile, transfer: Callable[[Path], None]) -> Rep
     return found
 
 
-def _transfer(hub: Any, url: str, size: int, part: Path) -> None:
-    """Append what is missing of a file."""
+class _PartFile(io.BufferedWriter):
+    """Appends to a file until there are errors."""
+
+    def __init__(self, path: Path, errors: Sequence[BaseException]) -> None:
+        super().__init__(io.FileIO(path, "ab"))
+        self._errors = errors
+
+    def write(self, content: Any) -> int:
+        _refuse_after(self._errors)
+        return super().write(content)
+
+
+def _transfer(hub: Any, url: str, size: int, part: Path, errors: Sequence[BaseException]) -> None:
+    """Append what is missing of a file; end where there are ``errors`` of others."""
     from huggingface_hub.file_download import http_get
 
-    with part.open("ab") as file:
+    with _PartFile(part, errors) as file:
         have = file.tell()
         if have > size:
             file.truncate(0)
