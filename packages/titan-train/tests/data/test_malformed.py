@@ -159,6 +159,15 @@ def test_truncated_and_damaged_archives_are_seen_and_keep_what_came_before(tmp_p
     assert 1000 < len(texts) < (3500 if damage == "cut" else 4001)
 
 
+@pytest.mark.parametrize("suffix", ["zst", "gz"])
+def test_a_compressed_file_of_no_bytes_is_truncated(tmp_path, tokenizer, suffix):
+    (tmp_path / f"a.jsonl.{suffix}").touch()
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n')
+    source = SourceConfig(name="web", kind="jsonl", paths=(str(tmp_path),))
+    with pytest.raises(MalformedInputError, match=rf"a.jsonl.{suffix}, line 1, byte 0: the file is empty.* truncated"):
+        prepare(DataConfig(sources=(source,)), tokenizer, cache_dir=tmp_path / "cache")
+
+
 def test_several_zstd_frames_in_one_file_are_all_read(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl.zst"
     compressor = zstandard.ZstdCompressor()

@@ -1,12 +1,14 @@
 """Parquet, Arrow and saved data sets give the documents of the same JSON lines; what is damaged is named by its row."""
 
 import errno
+import hashlib
 import json
 
 import numpy as np
 import pytest
 from titan_train.config import DataConfig, SourceConfig
-from titan_train.data import MalformedInputError, build_datasets
+from titan_train.data import MalformedInputError, build_datasets, prepare
+from titan_train.data.shards.manifest import read_manifest
 from titan_train.data.sources.documents import list_files, read_documents
 from titan_train.data.sources.files import FileReader
 
@@ -65,6 +67,17 @@ def test_tokens_equal_those_of_json_lines(tmp_path, tokenizer, form):
     ]
     assert both[0].fingerprint == both[1].fingerprint
     assert np.array_equal(both[0].tokens(np.arange(50)), both[1].tokens(np.arange(50)))
+
+
+def test_a_table_is_read_a_second_time_for_its_hash_alone_where_it_is_prepared(tmp_path, tokenizer):
+    source = written(tmp_path / "t", "parquet")
+    (file, _) = list_files(source)
+    reader = FileReader(file.path)
+    assert len(list(read_documents(file, source, reader))) == 2500
+    assert reader.bytes_read == 0
+    (folder,) = prepare(DataConfig(sources=(source,)), tokenizer, cache_dir=tmp_path / "cache")
+    noted, content = read_manifest(folder).files[0], file.path.read_bytes()
+    assert (noted["size"], noted["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
 
 
 def test_a_saved_data_set_is_read_in_the_order_of_its_state(tmp_path):

@@ -156,6 +156,8 @@ class _Preparation:
             reader = FileReader(file.path)
             self._reading = number, reader
             yield from read_documents(file, self._source, reader, line, self._chats)
+            if not reader.bytes_read:  # a table's rows come from another reader
+                reader.hash_whole()
             yield _FileEnd(number, file.name, reader.bytes_read, reader.sha256)
             line = 1
 

@@ -73,7 +73,7 @@ def read_documents(
     Args:
         file: The file.
         source: Says what a document is.
-        reader: Of the same file; hashes what it reads.
+        reader: Of the same file; hashes what it reads. A table is read by another.
         first_line: Line or row to begin at, from 1.
         chats: Writes the conversations of a source of chats; None gives the texts of their messages.
         first_byte: Where that line begins in a file of JSON lines, if it is known: nothing before it is read then. The
@@ -83,7 +83,7 @@ def read_documents(
     if source.kind == "jsonl":
         return _read_json_lines(file, source, reader, first_line, chats, first_byte)
     if source.kind in ("parquet", "arrow"):
-        return read_rows(file, source, reader, first_line, chats)
+        return read_rows(file, source, first_line, chats)
     return _read_text(file, source, reader, first_line)
 
 

@@ -62,6 +62,8 @@ class FileReader:
             DamagedFileError: If the file is truncated or damaged, after the pieces before that.
         """
         with open_file(self.path) as file:
+            if self._suffix in (".gz", ".zst") and not os.fstat(file.fileno()).st_size:
+                raise DamagedFileError("the file is empty, which no compressed file is: it is truncated")
             if self._suffix == ".zst":
                 yield from self._zstd_chunks(file)
             elif self._suffix == ".gz":
@@ -70,7 +72,7 @@ class FileReader:
                 file.seek(self._start)
                 yield from self._raw_chunks(file)
 
-    def hash_rest(self) -> None:
+    def hash_whole(self) -> None:
         """Read the file as it is, for its hash and size: what read its content used another reader."""
         with open_file(self.path) as file:
             for _ in self._raw_chunks(file):

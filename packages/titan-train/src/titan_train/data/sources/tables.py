@@ -14,7 +14,6 @@ from titan_train.config import SourceConfig
 from titan_train.config.data import AUTO_MESSAGES
 from titan_train.data.sources.chat import Conversations
 from titan_train.data.sources.document import CorpusFile, Document, printable
-from titan_train.data.sources.files import FileReader
 from titan_train.data.sources.malformed import BadDocument
 from titan_train.data.sources.records import as_document
 from titan_train.files import read_text
@@ -26,7 +25,7 @@ _EXCERPT_CHARS = 200
 
 
 def read_rows(
-    file: CorpusFile, source: SourceConfig, reader: FileReader, first_row: int, chats: Conversations
+    file: CorpusFile, source: SourceConfig, first_row: int, chats: Conversations
 ) -> Iterator[Document | BadDocument]:
     """Documents of one table, malformed ones among them, from row ``first_row`` on (counted from 1).
 
@@ -50,7 +49,6 @@ def read_rows(
         yield BadDocument(str(file.path), number + 1, -1, "truncated", f"damaged ({first_line(err)})", b"")
     except _DamagedTableError as err:
         yield BadDocument(str(file.path), number + 1, -1, "truncated", str(err), b"")
-    reader.hash_rest()
 
 
 def saved_dataset_files(folder: Path) -> list[CorpusFile] | None:
