@@ -1,14 +1,20 @@
 """QK-clip against the plain formula: logits, and what clipping makes of them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from titan_train.config.compute import ActivationsConfig
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model, init_for
+from titan_train.models.common.attention import SequenceContext
+from titan_train.parallel import qk_clip
 from titan_train.parallel.activations.recompute import KeepCostly, apply_activation_checkpointing
-from titan_train.parallel.qk_clip import QKClip, attention_layers, check_qk_clip
+from titan_train.parallel.qk_clip import QKClip, attention_layers, check_qk_clip, largest_logits
 from titan_train.parallel.structure import blocks_of
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TOKENS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(1))
 DOCUMENTS = torch.tensor([[0, 9, 24, 24], [0, 5, 11, 24]], dtype=torch.int32)
@@ -64,7 +70,7 @@ def plain_logits(model, cu_seqlens):
     ],
 )
 def test_a_head_beyond_the_threshold_gives_the_threshold_for_the_same_tokens(name, args, packed, monkeypatch):
-    monkeypatch.setattr("titan_train.parallel.qk_clip._BLOCK_BYTES", 4 << 10)  # several blocks
+    monkeypatch.setattr("titan_train.parallel.qk_clip._BLOCK_BYTES", {"cpu": 4 << 10})  # several blocks
     model = built(name, **args)
     documents = DOCUMENTS if packed else None
     before = plain_logits(model, documents)[0]
@@ -144,3 +150,58 @@ def test_selective_recomputation_keeps_no_logits(monkeypatch):
         model.train()(TOKENS).sum().backward()
     without, with_logits = kept
     assert without == with_logits > 0
+
+
+class Products(TorchDispatchMode):
+    """Shapes and dtypes of the results of matrix products; how many elements are masked."""
+
+    def __init__(self):
+        super().__init__()
+        self.results, self.masked = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.bmm.default:
+            self.results.append((out.numel(), out.dtype))
+        elif func is torch.ops.aten.masked_fill_.Scalar:
+            self.masked += out.numel()
+        return out
+
+
+def measured(device, q, k, packed):
+    """Products and the result of measuring queries and keys of these shapes, on a fake device if it is a GPU."""
+    with FakeTensorMode() if device == "cuda" else nullcontext(), Products() as products:
+        context = SequenceContext(
+            torch.arange(q[1], device=device)[None],
+            torch.tensor([[0, q[1]]] * q[0], device=device) if packed else None,
+        )
+        q, k = (torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in (q, k))
+        return products, largest_logits(q, k, context)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_logits_behind_a_block_are_not_computed_and_those_before_it_are_masked_in_packed_rows_alone(
+    packed, monkeypatch
+):
+    monkeypatch.setattr(qk_clip, "_BLOCK_BYTES", {"cpu": 2 * 4 * 64 * 8 * 4})  # 8 of 64 queries of 2 rows and 4 heads
+    products, _ = measured("cpu", (2, 64, 4, 16), (2, 64, 2, 16), packed)
+    pairs = sum(8 * end for end in range(8, 65, 8))
+    assert [numel for numel, _ in products.results] == [2 * 4 * 8 * end for end in range(8, 65, 8)]
+    assert products.masked == 2 * 4 * (pairs if packed else 8 * 8 * 8)
+
+
+def test_a_gpu_takes_large_products_in_the_dtype_of_activations_and_a_maximum_in_float32():
+    products, largest = measured("cuda", (1, 8192, 32, 128), (1, 8192, 8, 128), packed=False)
+    block = 2048 * 32  # queries and heads, 1 GiB with 8192 keys
+    assert products.results == [(block * end, torch.bfloat16) for end in (2048, 4096, 6144, 8192)]
+    assert (largest.shape, largest.dtype) == ((32,), torch.float32)
+
+
+def test_what_is_recomputed_is_measured_once(monkeypatch):
+    measurements = []
+    monkeypatch.setattr(qk_clip, "largest_logits", lambda *args: measurements.append(args) or largest_logits(*args))
+    model = built("llama3_debug", num_layers=2)
+    apply_activation_checkpointing(model, blocks_of(model), ActivationsConfig(checkpoint="full"))
+    QKClip([model], 1.0, num_layers=2, device=torch.device("cpu"))
+    model.train()(TOKENS).sum().backward()
+    assert len(measurements) == 2

@@ -14,7 +14,10 @@ The largest logits come from the layers' own queries and keys, block by block, m
 them. Ranks that hold the same heads and other tokens share them by one all-reduce, and all ranks the largest of each layer, which
 the host reads with the loss. Factors stay on the device, so there is no further host sync; one of 1 leaves every bit.
 
-Cost: the products of queries and keys once more, without gradient: a third of attention's forward.
+Cost: the products of queries and keys once more, without gradient and not again in recomputation. Fused kernels keep logits on the
+chip; these go through memory, and that is most of the cost. In bf16 it is 4 bytes for each query and key before it in its row, twice
+that in packed rows, where all are masked, and twice that again under context parallelism, where later keys are computed too. On a
+GPU logits are in the activations' dtype: bf16 rounds S by at most 1 part in 256. On a CPU they are in float32.
 
 Shapes: B batch, S queries, T keys, H query heads and K key heads of this rank, D head width, L layers of the model.
 """
@@ -31,7 +34,8 @@ from torch import Tensor, nn
 
 from titan_train.models.common.recomputed import not_kept
 
-_BLOCK_BYTES = 32 << 20
+_BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+"""Logits of one block: on a GPU enough for products of large matrices."""
 _LAYER = re.compile(r"^(layers|mtp)\.(\d+)\.")
 
 
@@ -71,7 +75,8 @@ class QKClip:
     @torch.no_grad()
     def _measure(self, number: int, _inner: nn.Module, args: tuple[Any, ...]) -> None:
         """A hook before the attention of a layer, whose arguments are queries, keys, values and the context."""
-        if not self._layers[number].training:
+        in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+        if in_backward or not self._layers[number].training:  # a block that is recomputed was measured in forward
             return
         q, k, _, context = args
         with not_kept():  # inside a block that is recomputed
@@ -182,7 +187,7 @@ def largest_logits(q: Tensor, k: Tensor, context: Any, group: dist.ProcessGroup 
     Returns:
         ``[H]`` float32.
     """
-    rows = k.shape[0]
+    rows, packed = k.shape[0], context.cu_seqlens is not None
     if group is not None:
         whole = context.attention_plan.plan
         k = whole.unshard(k, group=group)
@@ -192,19 +197,23 @@ def largest_logits(q: Tensor, k: Tensor, context: Any, group: dist.ProcessGroup 
         q_order, q_documents = whole.shard(order), whole.shard(documents)
     else:
         order = torch.arange(k.shape[1], device=q.device).expand(rows, -1)
-        packed = context.cu_seqlens is not None
         documents = (context.positions == 0).cumsum(-1).expand(rows, -1) if packed else torch.zeros_like(order)
         q_order, q_documents = order, documents
     heads, keys = q.shape[2], k.shape[2]
-    grouped = q.unflatten(2, (keys, heads // keys)).float()
-    wide = k.float()
-    step = max(1, _BLOCK_BYTES // (4 * rows * heads * k.shape[1]))
+    dtype = q.dtype if q.is_cuda else torch.float32
+    grouped, k = q.unflatten(2, (keys, heads // keys)).to(dtype), k.to(dtype)
+    block_bytes = _BLOCK_BYTES["cuda" if q.is_cuda else "cpu"]
+    step = max(1, block_bytes // (dtype.itemsize * rows * heads * k.shape[1]))
     largest = torch.full((heads,), -torch.inf, device=q.device)
     for start in range(0, q.shape[1], step):
         at = slice(start, start + step)
-        seen = (q_order[:, at, None] >= order[:, None]) & (q_documents[:, at, None] == documents[:, None])
-        scores = torch.einsum("bskgd,btkd->bkgst", grouped[:, at], wide)
-        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        # whole rows are in order: no query of the block sees a key behind it, and all see those before it, of one document
+        end = None if group is not None else start + step
+        first = 0 if group is not None or packed else start
+        to = slice(first, end)
+        seen = (q_order[:, at, None] >= order[:, None, to]) & (q_documents[:, at, None] == documents[:, None, to])
+        scores = torch.einsum("bskgd,btkd->bkgst", grouped[:, at], k[:, :end])
+        scores[..., first:].masked_fill_(~seen[:, None, None], -torch.inf)
         largest = torch.maximum(largest, scores.amax((0, 3, 4)).flatten())
     return largest / q.shape[-1] ** 0.5
 
