@@ -14,10 +14,10 @@ The largest logits come from the layers' own queries and keys, block by block, m
 them. Ranks that hold the same heads and other tokens share them by one all-reduce, and all ranks the largest of each layer, which
 the host reads with the loss. Factors stay on the device, so there is no further host sync; one of 1 leaves every bit.
 
-Cost: the products of queries and keys once more, without gradient and not again in recomputation. Fused kernels keep logits on the
-chip; these go through memory, and that is most of the cost. In bf16 it is 4 bytes for each query and key before it in its row, twice
-that in packed rows, where all are masked, and twice that again under context parallelism, where later keys are computed too. On a
-GPU logits are in the activations' dtype: bf16 rounds S by at most 1 part in 256. On a CPU they are in float32.
+Cost: the products of queries and keys once more, without gradient and not again in recomputation. Fused kernels keep logits on
+the chip; these go through memory, and that is most of the cost. In bf16 it is 4 bytes for each query and key before it in its
+row, twice that in packed rows, where all are masked, and twice that again under context parallelism, which computes later keys
+too. On a GPU logits are in the activations' dtype: bf16 rounds S by at most 1 part in 256. On a CPU they are in float32.
 
 Shapes: B batch, S queries, T keys, H query heads and K key heads of this rank, D head width, L layers of the model.
 """
