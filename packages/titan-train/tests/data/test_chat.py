@@ -129,7 +129,7 @@ def test_a_conversation_longer_than_a_sample_fills_several_and_keeps_every_label
 
 def test_whole_rows_leave_less_padding_than_a_document(documents_dataset):
     cut, documents = documents_dataset(seq_len=64)
-    whole, _ = documents_dataset(seq_len=64, whole=("a",), pad_id=7)
+    whole, _ = documents_dataset(seq_len=64, whole=("a",), pad_id=10**6)
     texts = sorted(document.tolist() for document in documents)
     rows = whole.rows(np.arange(whole.num_windows))
     found, padded = [], []
@@ -138,10 +138,13 @@ def test_whole_rows_leave_less_padding_than_a_document(documents_dataset):
         parts = [row.tokens[a:b].tolist() for a, b in itertools.pairwise(bounds)]
         if row.learned is not None:
             padding = parts.pop()
-            assert set(padding) == {7}
+            assert set(padding) == {10**6}
             padded.append(len(padding))
         found += parts
     assert sorted(found) == texts
+    batch = whole.build_batch(np.arange(whole.num_windows), ignore_index=-100, samples_consumed=0)
+    assert np.array_equal(batch.padding, batch.tokens == 10**6)
+    assert cut.build_batch(np.arange(2), ignore_index=-100, samples_consumed=0).padding is None
     assert sorted(padded)[-2] < 40  # the longest document has 40 tokens; the last row ends where the source does
     assert whole.fingerprint != cut.fingerprint
 

@@ -54,7 +54,7 @@ def tiny_llama() -> nn.Module:
 def test_a_forward_gets_only_what_it_accepts() -> None:
     assert accepted_inputs(TokensOnly()) == set()
     assert call_model(TokensOnly(), batch()).shape == (1, 4, 4)
-    assert accepted_inputs(Anything()) == {"positions", "cu_seqlens", "attention_plan"}
+    assert accepted_inputs(Anything()) == {"positions", "cu_seqlens", "attention_plan", "padding"}
     model = Anything()
     assert torch.equal(call_model(model, batch()), 2 * model.embed(batch().tokens))
     assert torch.equal(call_model(model, Batch(batch().tokens)), 0 * model.embed(batch().tokens))
@@ -79,7 +79,7 @@ def test_wrappers_are_seen_through(wrap: str) -> None:
     if "compile" in wrap:
         wrapped = torch.compile(wrapped, backend="eager")  # type: ignore[assignment]
     assert unwrap(wrapped) is model
-    assert accepted_inputs(wrapped) == {"positions", "cu_seqlens", "attention_plan"}
+    assert accepted_inputs(wrapped) == {"positions", "cu_seqlens", "attention_plan", "padding"}
     assert [fqn for fqn, _ in named_parameters(wrapped)] == names
     assert [clean_fqn(fqn) for fqn, _ in wrapped.named_parameters()] == names
 

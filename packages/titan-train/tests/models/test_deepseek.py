@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from titan_testing import assert_close
 from titan_train.models import DeepSeekArgs
 from titan_train.models.common.attention import SequenceContext
+from titan_train.models.common.moe.balance import set_aux_scale, update_expert_bias
 from titan_train.models.common.rope import rope_frequencies
 from titan_train.models.deepseek.args import DEEPSEEK_CONFIGS
 from titan_train.models.deepseek.attention import LatentAttention, yarn_frequencies
@@ -147,3 +149,27 @@ def test_shapes_that_cannot_work_are_refused(changes: dict[str, object], words: 
     with pytest.raises(ValueError, match=r"model\.args") as caught:
         DeepSeekArgs(**{**ARGS, **changes})
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_row_that_is_half_padding_balances_experts_as_its_documents_alone() -> None:
+    ids = torch.randint(61, (1, 12), generator=torch.Generator().manual_seed(0))
+    filled = torch.cat((ids, torch.zeros_like(ids)), 1)
+    found = []
+    for tokens, bounds, padding in (
+        (ids, [[0, 5, 12, 12]], None),
+        (filled, [[0, 5, 12, 24]], torch.arange(24)[None] >= 12),
+    ):
+        model, _ = make(balance_loss=0.3, z_loss=0.02)
+        set_aux_scale(model, 1.0)
+        logits = model(tokens, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), padding=padding)
+        logits[:, :12].logsumexp(-1).sum().backward()
+        (routing,) = update_expert_bias(model, None).values()
+        assert sum(routing.load) == 2 * 12
+        found.append(
+            ({name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers()), routing.load)
+        )
+    (want, want_bias, want_load), (got, got_bias, got_load) = found
+    assert got_load == want_load
+    assert_close(got, want, atol=1e-10)  # float64 sums of 24 terms, of which half are zero
+    assert_close(got_bias, want_bias)
+    assert float(want["layers.1.moe.router.gate.weight"].abs().max()) > 0.01  # type: ignore[union-attr]

@@ -65,7 +65,7 @@ def test_a_batch_on_a_device_brings_its_documents_in_host_memory():
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     boundaries = torch.tensor([[0, 3, 8, 8]], dtype=torch.int32)
     host = HostBatch(*(t.numpy() for t in (tokens, tokens, tokens, boundaries)), max_seqlen=5, samples_consumed=1)
-    batch = host.on_device([tokens, tokens, tokens, boundaries.to("meta")])
+    batch = host.on_device([tokens, tokens, tokens, boundaries.to("meta"), None])
     assert isinstance(batch, Batch)
     assert batch.boundaries is host.cu_seqlens
 

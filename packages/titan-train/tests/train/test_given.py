@@ -205,7 +205,14 @@ def test_documents_of_a_packing_collator_are_kept_apart():
     assert batch.cu_seqlens[:, :3].tolist() == [[0, 5, 8]] * ROWS
     assert batch.max_seqlen == 5
     assert batch.labels[0].tolist() == [1, 2, 3, 4, -100, 6, 7, -100]
+    assert batch.padding is None
     assert next(loader).cu_seqlens is None  # with a mask a row is one document, as in transformers
+
+
+def test_what_the_mask_of_a_collator_leaves_out_is_padding():
+    mask = (torch.arange(8) < torch.tensor([[8], [5], [1], [0]])).long()
+    batch = next(iterated([{"input_ids": torch.ones_like(mask), "attention_mask": mask}]))
+    assert torch.equal(batch.padding, mask == 0)
 
 
 def numbers(loader, count):

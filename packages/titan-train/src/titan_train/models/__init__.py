@@ -1,7 +1,7 @@
 """Models: the registered families, and what makes any `torch.nn.Module` a model of a run.
 
 A model is a plain module whose ``forward(tokens)`` returns logits. It may also accept ``positions`` and ``cu_seqlens``
-(packed documents), and may define ``init_weights(fqn, tensor, generator)``; no base class is needed.
+(packed documents) and ``padding``, and may define ``init_weights(fqn, tensor, generator)``; no base class is needed.
 
 - `registry`, `family`: which families there are, and what a family consists of. Importing them does not import torch.
 - ``llama/``, ``gpt/``, ``qwen3/``, ``qwen3_next/``, ``deepseek/``, ``flux/``: one folder per family.

@@ -14,11 +14,11 @@ from titan_fsdp.loaded import compute_device
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage] # the base of all of torch's
 
-_OPTIONAL = ("positions", "cu_seqlens", "attention_plan")
+_OPTIONAL = ("positions", "cu_seqlens", "attention_plan", "padding")
 
 
 class TokenBatch(Protocol):
-    """What a model is called on; `titan_train.data.Batch` is one. It may also have an ``attention_plan``."""
+    """What a model is called on; `titan_train.data.Batch` is one. It may also have an ``attention_plan`` and ``padding``."""
 
     @property
     def tokens(self) -> Tensor:
@@ -39,7 +39,7 @@ class TokenBatch(Protocol):
 def call_model(model: nn.Module, batch: TokenBatch, *, labels: Tensor | None = None) -> Tensor:
     """Logits of a batch, from a shipped model or a user's own.
 
-    Positions and document boundaries are passed if the batch has them and the model's ``forward`` accepts them; a
+    Positions, document boundaries and padding are passed if the batch has them and the model's ``forward`` accepts them; a
     forward that takes only tokens attends across packed documents.
 
     Args:

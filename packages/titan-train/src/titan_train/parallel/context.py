@@ -78,6 +78,8 @@ class LocalBatch:
     """As in `titan_train.data.Batch`."""
     ahead: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """``ahead_tokens`` and ``ahead_labels`` ``[B, S, D]``, for a model that predicts several tokens."""
+    padding: Tensor | None = None
+    """As in `titan_train.data.Batch`."""
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -88,7 +90,7 @@ class LocalBatch:
     def keywords(self) -> Mapping[str, Any]:
         """What the model may accept by name."""
         own = {"positions": self.positions, "cu_seqlens": self.cu_seqlens, "attention_plan": self.attention_plan}
-        return {**own, **self.ahead}
+        return {**own, "padding": self.padding, **self.ahead}
 
     @property
     def target(self) -> Tensor:
@@ -202,13 +204,14 @@ class ContextParallelism:
         Returns:
             Tensors of ``[B, S / cp]``, or ``[1, B * S / cp]`` where documents are kept apart.
         """
-        tokens, labels, positions = batch.tokens, batch.labels, batch.positions
+        tokens, labels, positions, padding = batch.tokens, batch.labels, batch.positions, batch.padding
         ahead = ()
         if self._mtp_depth:  # before the cut: what follows a token may be on another rank
             ahead = look_ahead(tokens, labels, positions, self._mtp_depth)
         plan = self._whole
         if batch.cu_seqlens is not None:
             tokens, labels, positions = (t.reshape(1, -1) for t in (tokens, labels, positions))
+            padding = None if padding is None else padding.reshape(1, -1)
             ahead = tuple(t.flatten(0, 1).unsqueeze(0) for t in ahead)
             documents = _documents_of(batch)
             plan = self._plan(cu_seqlens=documents)
@@ -226,6 +229,7 @@ class ContextParallelism:
                 name: plan.shard(t, pad_value=pad)
                 for name, t, pad in zip(AHEAD, ahead, (0, IGNORE_INDEX), strict=False)
             },
+            padding=None if padding is None else plan.shard(padding, pad_value=True),
         )
 
     def dealt(self, batches: Sequence[Batch]) -> dict[str, float]:

@@ -37,7 +37,7 @@ _HELD_OUT_PROMPTS, _HELD_OUT_TOKENS = 2, 16
 class TextTask(Task):
     """Predict the next token of text."""
 
-    keywords = ("positions", "cu_seqlens", "attention_plan")
+    keywords = ("positions", "cu_seqlens", "attention_plan", "padding")
     shares_documents = True
 
     def prepare(self, config: Config, *, quiet: bool = False) -> None:

@@ -96,11 +96,11 @@ def gradients(layer: MoE) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
 
 
-def whole_batch() -> tuple[dict[str, Tensor], list[int], Tensor]:
+def whole_batch(*, padded: bool = False) -> tuple[dict[str, Tensor], list[int], Tensor]:
     layer = make(scores="sigmoid", balance_loss=0.3, z_loss=0.02, bias_rate=0.01)
-    x, probe = batch()
+    x, probe, padding = padded_batch() if padded else (*batch(), None)
     set_aux_scale(layer, 1 / ROWS)
-    layer(x).backward(probe)
+    layer(x, padding).backward(probe)
     load = layer.load.tolist()
     update_expert_bias(layer, None)
     assert layer.expert_bias is not None
@@ -125,22 +125,56 @@ def test_microbatches_and_recomputation_change_neither_gradient_nor_bias(cuts: l
     assert_close(gradients(layer), want, rtol=1e-6)
 
 
+PADDING = torch.arange(SEQ) >= torch.tensor([[SEQ], [9], [1], [0]])
+
+
+def padded_batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Rows that end before SEQ, one of them at once; no loss is taken of padding."""
+    x, probe = batch()
+    x[PADDING] = 1.0
+    probe[PADDING] = 0.0
+    return x, probe, PADDING
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
+def test_padded_rows_are_counted_and_balanced_as_their_tokens_alone(scores: str, recompute: bool) -> None:
+    padded, alone = (make(scores=scores, balance_loss=0.3, z_loss=0.02, bias_rate=0.01).double() for _ in range(2))
+    for layer in (padded, alone):
+        set_aux_scale(layer, 1 / ROWS)
+    x, probe, padding = padded_batch()
+    out = checkpoint(padded, x.double(), padding, use_reentrant=False) if recompute else padded(x.double(), padding)
+    assert out is not None
+    out.backward(probe.double())
+    for row, grad, fills in zip(x.double(), probe.double(), padding, strict=True):
+        if not fills.all():
+            alone(row[~fills][None]).backward(grad[~fills][None])
+    assert padded.load.tolist() == alone.load.tolist()
+    assert padded.load.sum() == 2 * (~padding).sum()
+    assert_close(gradients(padded), gradients(alone))
+    (got,), (want,) = (update_expert_bias(layer, None).values() for layer in (padded, alone))
+    assert (got.balance_loss, got.z_loss) == pytest.approx((want.balance_loss, want.z_loss), abs=1e-6)
+    assert padded.expert_bias is not None
+    assert alone.expert_bias is not None
+    assert torch.equal(padded.expert_bias, alone.expert_bias)
+
+
 def on_part_of_the_rows(kind: str) -> tuple[dict[str, Tensor], list[int], Tensor]:
-    """Ranks hold other rows ("rows"), parts of the same rows ("sequence"), or two groups of ranks that ("both")."""
+    """Ranks hold other rows ("rows"), parts of the same rows ("sequence", "padded"), or two groups of ranks that ("both")."""
     layer = make(scores="sigmoid", balance_loss=0.3, z_loss=0.02, bias_rate=0.01)
     set_aux_scale(layer, 1 / ROWS)
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
-    x, probe = batch()
+    x, probe, padding = padded_batch() if kind == "padded" else (*batch(), None)
     if kind == "rows":
         x, probe = (t.chunk(world)[rank] for t in (x, probe))
-    elif kind == "sequence":
+    elif kind in ("sequence", "padded"):
         set_sequence_group(layer, dist.group.WORLD)
-        x, probe = (t.chunk(world, dim=1)[rank] for t in (x, probe))
+        x, probe, padding = (None if t is None else t.chunk(world, dim=1)[rank] for t in (x, probe, padding))
     else:
         set_sequence_group(layer, pairs[rank // 2])
         x, probe = (t.chunk(world // 2)[rank // 2].chunk(2, dim=1)[rank % 2] for t in (x, probe))
-    layer(x).backward(probe)
+    layer(x, padding).backward(probe)
     for parameter in layer.parameters():
         dist.all_reduce(parameter.grad)
     (routing,) = update_expert_bias(layer, dist.group.WORLD).values()
@@ -148,9 +182,9 @@ def on_part_of_the_rows(kind: str) -> tuple[dict[str, Tensor], list[int], Tensor
     return gradients(layer), list(routing.load), layer.expert_bias
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("rows", 2), ("sequence", 2), ("both", 4)])
+@pytest.mark.parametrize(("kind", "ranks"), [("rows", 2), ("sequence", 2), ("padded", 2), ("both", 4)])
 def test_data_and_sequence_cuts_over_ranks_change_neither_gradient_nor_bias(kind: str, ranks: int) -> None:
-    want, load, bias = whole_batch()
+    want, load, bias = whole_batch(padded=kind == "padded")
     for grads, got_load, got_bias in run_ranks(on_part_of_the_rows, ranks, kind):
         assert got_load == load
         assert torch.equal(got_bias, bias)

@@ -199,10 +199,11 @@ def test_recomputation_and_evaluation_leave_the_counts_right() -> None:
         assert all(torch.equal(grad, grads[name]) for name, grad in grads_of(layer, x).items())
 
 
-def test_the_layer_compiles_to_one_graph_that_counts_the_same() -> None:
+@pytest.mark.parametrize("padding", [None, torch.arange(10) >= torch.tensor([[10], [4], [0]])], ids=["full", "padded"])
+def test_the_layer_compiles_to_one_graph_that_counts_the_same(padding: Tensor | None) -> None:
     layer = make(balance_loss=0.01, bias_rate=0.01, num_shared_experts=1)
     x, probe = batch()
-    out = layer(x)
+    out = layer(x, padding)
     out.backward(probe)
     want, load = grads_of(layer, x), layer.load.tolist()
     layer.zero_grad()
@@ -213,10 +214,15 @@ def test_the_layer_compiles_to_one_graph_that_counts_the_same() -> None:
     for step in range(2):
         x.grad = None
         layer.zero_grad()
-        assert_close(layer(x).detach(), out.detach())
-        layer(x).backward(probe)
+        assert_close(layer(x, padding).detach(), out.detach())
+        layer(x, padding).backward(probe)
         assert_close(grads_of(layer, x), want)
         assert layer.load.tolist() == [n * (step + 1) for n in load]
+
+
+def test_padding_of_other_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"padding of \[3, 20\] for tokens of \[3, 10\].*style 'positions'"):
+        make()(batch()[0], torch.zeros(3, 20, dtype=torch.bool))
 
 
 def test_stacks_of_all_layers_are_of_one_class() -> None:

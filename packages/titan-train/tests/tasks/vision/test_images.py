@@ -120,6 +120,7 @@ def test_a_batch_holds_every_document_whole_with_its_own_image():
             ends.append(stop)
         assert keywords["cu_seqlens"][row].unique().tolist() == sorted({*ends, 80})
         assert (batch.target[row, ends[-1] :] == -100).all()
+        assert keywords["padding"][row].tolist() == [place >= ends[-1] for place in range(80)]
     assert keywords["image_bounds"].tolist() == list(range(0, len(keywords["pixels"]) + 1, 36))
     learned = batch.target[batch.target >= 0]
     assert (learned < 259).all()
@@ -207,6 +208,15 @@ def test_files_and_tar_shards_are_read_and_broken_images_are_named_and_left_out(
     assert batch.keywords["image_bounds"].tolist() == [0, 16, 32]
     assert (batch.keywords["image_source"][1] == -1).all()
     assert [int((row >= 0).sum()) for row in batch.target] == [4, 4]
+
+
+def test_ranks_count_no_tokens_that_were_counted_when_the_data_was_prepared(tmp_path, monkeypatch):
+    write_lines(tmp_path, [{"prompt": "colour?", "answer": "red" * (1 + number % 3)} for number in range(9)])
+    settings = config(tmp_path)
+    counted = VisionInputs(settings).train.rows  # counted here
+    VisionTask().prepare(settings)
+    monkeypatch.setattr(ByteTokenizer, "encode", None)
+    assert VisionInputs(settings).train.rows == counted
 
 
 def test_an_image_that_is_there_by_now_is_taken_when_the_data_is_prepared_again(tmp_path):

@@ -36,6 +36,8 @@ class Batch:
     """Global samples consumed once the step this microbatch completes is done; unchanged within a step."""
     boundaries: npt.NDArray[np.int32] | None = None
     """``cu_seqlens`` in host memory, to plan by: reading them from the device would wait for all that is queued there."""
+    padding: "Tensor | None" = None
+    """Which tokens only fill a row, bool ``[B, S]``; None if there are none."""
 
     @property
     def inputs(self) -> "tuple[Tensor, ...]":
@@ -43,7 +45,7 @@ class Batch:
 
     @property
     def keywords(self) -> "Mapping[str, Tensor | None]":
-        return {"positions": self.positions, "cu_seqlens": self.cu_seqlens}
+        return {"positions": self.positions, "cu_seqlens": self.cu_seqlens, "padding": self.padding}
 
     @property
     def target(self) -> "Tensor":
@@ -60,18 +62,19 @@ class HostBatch:
     cu_seqlens: npt.NDArray[np.int32] | None
     max_seqlen: int
     samples_consumed: int
+    padding: npt.NDArray[np.bool_] | None = None
 
     def tensors(self) -> "tuple[Tensor | None, ...]":
-        """Tokens, labels, positions and boundaries as CPU tensors that share the arrays' memory."""
+        """Tokens, labels, positions, boundaries and padding as CPU tensors that share the arrays' memory."""
         import torch  # the data path works without torch up to this point
 
-        arrays = (self.tokens, self.labels, self.positions, self.cu_seqlens)
+        arrays = (self.tokens, self.labels, self.positions, self.cu_seqlens, self.padding)
         return tuple(None if array is None else torch.from_numpy(array) for array in arrays)
 
     def on_device(self, tensors: "Sequence[Tensor | None]") -> Batch:
-        tokens, labels, positions, boundaries = (cast("Any", tensor) for tensor in tensors)
+        tokens, labels, positions, boundaries, padding = (cast("Any", tensor) for tensor in tensors)
         return Batch(
-            tokens, labels, positions, boundaries, self.max_seqlen, self.samples_consumed, boundaries=self.cu_seqlens
+            tokens, labels, positions, boundaries, self.max_seqlen, self.samples_consumed, self.cu_seqlens, padding
         )
 
 

@@ -249,7 +249,7 @@ class IteratedBatches:
     def _batch(self, item: Any, samples: int) -> Batch:
         import torch
 
-        tokens, labels, positions, starts = self._tensors(item)
+        tokens, labels, positions, starts, padding = self._tensors(item)
         rows, length = tokens.shape
         if rows != self._rows or length > self._seq_len or (self._fixed and length != self._seq_len):
             raise ValueError(
@@ -275,8 +275,10 @@ class IteratedBatches:
         tokens, labels, positions = (
             x.to(self._device, torch.int64, non_blocking=True).contiguous() for x in (tokens, labels, positions)
         )
+        if padding is not None:
+            padding = padding.to(self._device, non_blocking=True)
         if starts is None:
-            return Batch(tokens, labels, positions, None, length, samples)
+            return Batch(tokens, labels, positions, None, length, samples, padding=padding)
         bounds = row_boundaries(starts, length)
         longest = int((bounds[:, 1:] - bounds[:, :-1]).max())
         on_device = torch.from_numpy(bounds).to(self._device)
@@ -295,8 +297,8 @@ class IteratedBatches:
                 "in place of another ignore_index, such as -1."
             )
 
-    def _tensors(self, item: Any) -> "tuple[Tensor, Tensor, Tensor | None, list[Any] | None]":
-        """Tokens, next tokens, positions, and where documents begin inside each row; None: a row is one document."""
+    def _tensors(self, item: Any) -> "tuple[Tensor, Tensor, Tensor | None, list[Any] | None, Tensor | None]":
+        """Tokens, next tokens, positions, where documents begin inside each row (None: a row is one document), and padding."""
         import torch
 
         if isinstance(item, Mapping):
@@ -306,22 +308,23 @@ class IteratedBatches:
                 what = "has no input_ids" if "input_ids" not in given else f"has {min(unknown)!r}"
                 raise ValueError(f"a batch of {self._name} {what}: it may have {', '.join(sorted(_KEYS))}.")
             tokens = given["input_ids"]
-            labels = given.get("labels", tokens)
+            labels, padding = given.get("labels", tokens), None
             if (mask := given.get("attention_mask")) is not None:
                 if mask.shape != tokens.shape or bool((mask[:, 1:] > mask[:, :-1]).any()):
                     raise ValueError(
                         f"a batch of {self._name} is padded on the left, or has an attention_mask of other shape than input_ids. "
                         "Pad on the right."
                     )
-                labels = labels.masked_fill(mask == 0, -100)
+                padding = mask == 0
+                labels = labels.masked_fill(padding, -100)
             labels = torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), -100)], 1)
             positions = given.get("position_ids")
             if positions is None or mask is not None or not self._documents:
-                return tokens, labels, positions, None
+                return tokens, labels, positions, None, padding
             positions = positions.expand_as(tokens)
             begins = positions[:, 1:] != positions[:, :-1] + 1  # as transformers finds packed documents
             labels[:, :-1] = labels[:, :-1].masked_fill(begins, -100)
-            return tokens, labels, positions, [1 + row.nonzero().flatten().numpy() for row in begins.cpu()]
+            return tokens, labels, positions, [1 + row.nonzero().flatten().numpy() for row in begins.cpu()], None
         pair = cast("tuple[Any, ...]", item) if isinstance(item, tuple | list) else ()
         if (
             len(pair) != 2
@@ -332,7 +335,7 @@ class IteratedBatches:
                 f"{self._name} gave {type(item).__name__}, not a batch of text. Give (tokens, labels), tensors [B, S] of one "
                 "shape, or a mapping with input_ids."
             )
-        return pair[0], pair[1], None, None
+        return pair[0], pair[1], None, None, None
 
 
 Loader = DataLoader | IteratedBatches

@@ -235,9 +235,13 @@ class PackedDataset(BatchSource):
         if self.mask_boundary_labels:
             last = [start + (number * length - 1) for number, start in enumerate(starts)]
             labels.reshape(-1)[np.concatenate(last)] = ignore_index
+        padding = None
+        if self._whole:  # of full rows too: a compiled block sees batches of one kind
+            real = [length if row.num_real is None else row.num_real for row in rows]
+            padding = self._places >= np.array(real)[:, None]
         if not self.document_mask:
             positions[:] = self._places
-            return HostBatch(tokens, labels, positions, None, length, samples_consumed)
+            return HostBatch(tokens, labels, positions, None, length, samples_consumed, padding)
         flat, longest = positions.reshape(-1), 0
         for number, start in enumerate(starts):
             first = number * length
@@ -245,7 +249,7 @@ class PackedDataset(BatchSource):
                 end = number * length + place
                 flat[first:end] = self._places[: end - first]
                 longest, first = max(longest, end - first), end
-        return HostBatch(tokens, labels, positions, row_boundaries(starts, length), longest, samples_consumed)
+        return HostBatch(tokens, labels, positions, row_boundaries(starts, length), longest, samples_consumed, padding)
 
     def rows(self, samples: npt.ArrayLike) -> list[Row]:
         source, local = self._mixture.locate(_sample_numbers(samples))

@@ -28,6 +28,8 @@ class Row:
     """Where documents (and padding) begin inside: places in ``[1, S]``, rising."""
     learned: npt.NDArray[np.bool_] | None = None
     """Which tokens are labels, ``[S + 1]``; None if all are."""
+    num_real: int | None = None
+    """Tokens before the padding; None if there is none."""
 
 
 class TokenRows(Protocol):
@@ -122,7 +124,7 @@ class WholeRows:
         padded[:count] = tokens
         labels = np.zeros(full, dtype=bool)
         labels[:count] = True if learned is None else learned
-        return Row(padded, np.append(starts, count), labels)
+        return Row(padded, np.append(starts, count), labels, count)
 
 
 def whole_rows(ends: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:

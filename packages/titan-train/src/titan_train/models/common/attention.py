@@ -44,6 +44,8 @@ class SequenceContext:
     attention_plan: Any = None
     """For what replaces `CausalAttention`: context parallelism's plan of these rows. The boundaries are then None, as
     the plan knows the documents."""
+    padding: Tensor | None = None
+    """Which tokens only fill a row, ``[B, S]`` bool, for a mixture of experts; None: there are none."""
 
     def __post_init__(self, rope: _Rope) -> None:  # pyright: ignore[reportGeneralTypeIssues]
         object.__setattr__(self, "rope", rope)

@@ -36,9 +36,10 @@ class DecoderBlock(nn.Module):
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         """``[B, S, d]`` to ``[B, S, d]``."""
         x = x + self.attention(self.attention_norm(x), context)
-        inner = self.feed_forward if self.moe is None else self.moe
-        assert inner is not None
-        return x + inner(self.ffn_norm(x))
+        if self.moe is not None:
+            return x + self.moe(self.ffn_norm(x), context.padding)
+        assert self.feed_forward is not None
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class GroupedQueryAttention(nn.Module):

@@ -106,6 +106,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_plan: Any = None,
+        padding: Tensor | None = None,
         labels: Tensor | None = None,
         ahead_tokens: Tensor | None = None,
         ahead_labels: Tensor | None = None,
@@ -120,6 +121,7 @@ class Decoder(nn.Module):
             cu_seqlens: Cumulative document lengths, ``[B, N + 1]`` int32, padded by repeating S; attention stays
                 inside documents. None: every row is one document.
             attention_plan: Passed on to the attention, see `SequenceContext`.
+            padding: Which tokens only fill a row, ``[B, S]`` bool: experts are not balanced by them. None: there are none.
             labels: ``[B, S]`` int64, handed on to a head that computes the loss, see ``loss_head``.
             ahead_tokens: ``[B, S, D]`` int64, from `titan_train.models.common.mtp.look_ahead`, for a model with D such modules.
             ahead_labels: ``[B, S, D]`` int64, likewise. In training, the loss of labels has the gradient of the modules' losses
@@ -133,7 +135,7 @@ class Decoder(nn.Module):
             ValueError: The rows have more tokens than learned positions, and no positions or documents that would keep
                 them below.
         """
-        context = self.sequence_context(tokens, positions, cu_seqlens, attention_plan)
+        context = self.sequence_context(tokens, positions, cu_seqlens, attention_plan, padding)
         x = tokens
         if self.tok_embeddings is not None:
             x = self.tok_embeddings(tokens)
@@ -163,7 +165,12 @@ class Decoder(nn.Module):
         return self.sequence_context(positions, positions, None)
 
     def sequence_context(
-        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, attention_plan: Any = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        cu_seqlens: Tensor | None,
+        attention_plan: Any = None,
+        padding: Tensor | None = None,
     ) -> SequenceContext:
         """What the layers need to know about the rows of a batch; arguments as in `forward`."""
         seq_len = tokens.shape[1] if positions is None else positions.shape[1]
@@ -180,6 +187,7 @@ class Decoder(nn.Module):
             boundaries=None if cu_seqlens is None else packed_boundaries(cu_seqlens, seq_len),
             rope=self.rope(positions) if self.rope_dim else None,
             attention_plan=attention_plan,
+            padding=padding,
         )
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:

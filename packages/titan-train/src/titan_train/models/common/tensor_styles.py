@@ -27,7 +27,7 @@ Style = Literal[
 
 - ``embedding``: an `nn.Embedding` cut by rows (the vocabulary); its output is summed over the ranks.
 - ``positions``: a module that is whole on every rank and looks up ids ``[..., S]`` (an `nn.Embedding` of positions, a router by
-  tokens); under sequence parallelism each looks up its own tokens.
+  tokens, experts that are told of padding); under sequence parallelism each looks up its own tokens.
 - ``region``: a module (attention, feed-forward) whose first argument is made whole on every rank, and whose output is a
   partial sum that is summed over the ranks. It holds the cut linears.
 - ``colwise``: a linear cut by rows of its weight and bias: each rank computes some of the outputs.
@@ -65,6 +65,7 @@ DECODER_STYLES: StyleTable = {
     "layers.*.feed_forward.w[13]": "colwise",
     "layers.*.feed_forward.w2": "rowwise",
     # no region: under sequence parallelism each rank routes its own tokens, to whole experts
+    "layers.*.moe": "positions",
     "layers.*.moe.router": "replicated",
     "layers.*.moe.experts": "replicated",
     "layers.*.moe.shared_experts": "region",

@@ -55,6 +55,7 @@ class SeesImages(nn.Module):
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         attention_plan: Any = None,
+        padding: Tensor | None = None,
         labels: Tensor | None = None,
         pixels: Tensor | None = None,
         patches: Tensor | None = None,
@@ -68,6 +69,7 @@ class SeesImages(nn.Module):
             positions: ``[B, S, 3]`` int64 (time, row, column), or ``[B, S]`` for text alone.
             cu_seqlens: ``[B, N + 1]`` int32.
             attention_plan: Of context parallelism.
+            padding: ``[B, S]`` bool.
             labels: ``[B, S]`` int64.
             pixels: Patches of all images of the batch, ``[P, values]``. None: text alone. In training the encoder runs all
                 the same, on one empty image, so that all ranks take part in its collectives.
@@ -79,7 +81,7 @@ class SeesImages(nn.Module):
             As `Decoder.forward`.
         """
         decoder: Any = self
-        context: SequenceContext = decoder.sequence_context(tokens, positions, cu_seqlens, attention_plan)
+        context: SequenceContext = decoder.sequence_context(tokens, positions, cu_seqlens, attention_plan, padding)
         x, deep = tokens, ()
         if decoder.tok_embeddings is not None:
             x = decoder.tok_embeddings(tokens)
@@ -97,12 +99,17 @@ class SeesImages(nn.Module):
         return decoder.lm_head(x) if labels is None else decoder.lm_head(x, labels)
 
     def sequence_context(
-        self, tokens: Tensor, positions: Tensor | None, cu_seqlens: Tensor | None, attention_plan: Any = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        cu_seqlens: Tensor | None,
+        attention_plan: Any = None,
+        padding: Tensor | None = None,
     ) -> SequenceContext:
         """As `Decoder.sequence_context`; a decoder without rows and columns takes the first of three axes of positions."""
         if positions is not None and positions.ndim == 3 and not self.encoder_args.grid_positions:
             positions = positions[..., 0]
-        return cast("Any", super()).sequence_context(tokens, positions, cu_seqlens, attention_plan)
+        return cast("Any", super()).sequence_context(tokens, positions, cu_seqlens, attention_plan, padding)
 
     def _with_images(
         self,

@@ -58,9 +58,10 @@ class ImageTextContext:
             cu_seqlens=keywords["cu_seqlens"],
             max_seqlen=tokens.shape[1],
             samples_consumed=0,
+            padding=keywords.get("padding"),
         )
         here = self.rows.cut(flat)
-        kept: dict[str, Any] = {**keywords, "cu_seqlens": None, "attention_plan": here.attention_plan}
+        kept: dict[str, Any] = {**keywords, **here.keywords}
         kept["positions"] = keywords["positions"].flatten(0, 1)[here.positions]
         kept["image_source"] = keywords["image_source"].flatten()[here.positions]
         return (here.tokens,), kept, here.labels

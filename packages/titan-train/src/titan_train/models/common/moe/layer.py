@@ -12,6 +12,8 @@ not change it; where rows are cut over ranks, `MoE.sequence_group` names them an
 (arXiv:2202.08906) is the mean over a row of the squared log-sum-exp of the logits. Both are means over the rows of the
 whole step, whose number `set_aux_scale` sets; until then, and in eval mode, they give no gradient.
 
+Padding is computed like any token, but is not observed: it counts in no load, bias or loss, as if rows ended before it.
+
 Shapes: B rows, S tokens of a row, T = B * S, d width, E experts, K experts a token.
 """
 
@@ -62,8 +64,24 @@ class MoE(nn.Module):
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, S, d]`` to ``[B, S, d]``; each row is a sequence, or this rank's part of one."""
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x: ``[B, S, d]``; each row is a sequence, or this rank's part of one.
+            padding: Which of these tokens only fill a row, ``[B, S]`` bool; None: there are none.
+
+        Returns:
+            ``[B, S, d]``.
+
+        Raises:
+            ValueError: ``padding`` is of other tokens than ``x``.
+        """
+        if padding is not None and padding.shape != x.shape[:-1]:
+            raise ValueError(
+                f"a mixture of experts was given padding of {list(padding.shape)} for tokens of {list(x.shape[:-1])}. Under "
+                "sequence parallelism, give the layer the style 'positions' in parallel.tp_plan: it then takes its rank's part."
+            )
         tokens = x.flatten(0, -2)
         # where parameters are offloaded to the host, what is not a parameter is there too
         bias = None if self.expert_bias is None else self.expert_bias.to(x.device)
@@ -72,14 +90,16 @@ class MoE(nn.Module):
         routing: Routing = self.router(tokens, bias)
         by_row = count_choices(routing.experts, x.shape[0], self.args.num_experts)
         observed = self.training and torch.is_grad_enabled()
-        weights = self._observe(routing, by_row) if observed else routing.weights
+        weights = self._observe(routing, by_row, padding) if observed else routing.weights
         shared = self.shared_experts
         beside = None if shared is None else lambda: shared(x).flatten(0, -2)
         return self.dispatch(tokens, weights, routing.experts, by_row.sum(0), self.experts, beside).view_as(x)
 
-    def _observe(self, routing: Routing, by_row: Tensor) -> Tensor:
+    def _observe(self, routing: Routing, by_row: Tensor, padding: Tensor | None) -> Tensor:
         """The routing weights; their backward counts the load and gives the auxiliary losses their gradient."""
-        args = self.args
+        args, rows = self.args, by_row.shape[0]
+        if padding is not None:
+            by_row = count_choices(routing.experts, rows, args.num_experts, padding)
         trained = self.aux_scale != 0 and (args.balance_loss > 0 or args.z_loss > 0)
         with torch.no_grad():
             of_row = by_row
@@ -87,15 +107,19 @@ class MoE(nn.Module):
                 of_row = functional.all_reduce(by_row, "sum", self.sequence_group)
             of_row = of_row.to(routing.scores.dtype)
             length = of_row.sum(-1, keepdim=True) / args.experts_per_token  # tokens of the whole row, [B, 1]
+            if padding is not None:
+                length = length.clamp(min=1)  # nothing but padding
             share = of_row * args.num_experts / (length * args.experts_per_token)
         scores, logits = routing.scores, routing.logits
         if not trained:  # only looked at
             scores, logits = scores.detach(), logits.detach()
         if args.scores == "sigmoid":
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        rows = by_row.shape[0]
-        balance = (scores.unflatten(0, (rows, -1)).sum(1) / length * share).sum()
-        z = (logits.logsumexp(-1).square().unflatten(0, (rows, -1)).sum(1, keepdim=True) / length).sum()
+        scores, squares = (t.unflatten(0, (rows, -1)) for t in (scores, logits.logsumexp(-1).square()))
+        if padding is not None:
+            scores, squares = scores.masked_fill(padding.unsqueeze(-1), 0.0), squares.masked_fill(padding, 0.0)
+        balance = (scores.sum(1) / length * share).sum()
+        z = (squares.sum(1, keepdim=True) / length).sum()
         aux = args.balance_loss * balance + args.z_loss * z
         tokens = by_row.sum(-1, keepdim=True) / args.experts_per_token
         noted = torch.stack([balance.detach(), z.detach(), (tokens / length).sum().to(balance.dtype)])
@@ -118,12 +142,15 @@ class MoE(nn.Module):
         self.losses = torch.zeros(3, device=device)
 
 
-def count_choices(experts: Tensor, rows: int, num_experts: int) -> Tensor:
-    """How often each row's tokens chose each expert: ``[T, K]`` to ``[rows, E]`` int64."""
-    chosen = experts.view(rows, -1)
-    return torch.zeros(rows, num_experts, dtype=torch.int64, device=experts.device).scatter_add(
-        1, chosen, torch.ones_like(chosen)
-    )
+def count_choices(experts: Tensor, rows: int, num_experts: int, padding: Tensor | None = None) -> Tensor:
+    """How often each row's tokens, or those that are no ``padding`` ``[rows, S]``, chose each expert: ``[T, K]`` to ``[rows, E]``
+    int64.
+    """
+    ones = torch.ones_like(experts)
+    if padding is not None:
+        ones = ones.masked_fill(padding.reshape(-1, 1), 0)
+    counts = torch.zeros(rows, num_experts, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add(1, experts.view(rows, -1), ones.view(rows, -1))
 
 
 class _Observe(Function):
