@@ -235,6 +235,60 @@ def test_collectives_on_a_stream_of_fsdps_expose_what_the_computing_stream_waits
     assert window.phases["forward"] / 5 == pytest.approx(0.005, rel=0.02)
 
 
+@pytest.mark.parametrize("axis", ["cp", "pp"])
+def test_messages_that_nccl_collects_are_one_exchange(monkeypatch, axis):
+    """As in the ring of attention: a block is on its way while the one before is used. A pipeline times its own waits."""
+    gpu = Gpu()
+
+    class Group:
+        def send(self, tensors, peer, tag):
+            gpu.host += CALL_S
+
+        recv = send
+
+        def _start_coalescing(self, device):
+            gpu.host += CALL_S
+
+        def _end_coalescing(self, device):
+            gpu.host += CALL_S
+            return Exchange(gpu.at(0) + 0.010)
+
+    class Exchange(Work):
+        def __init__(self, until):
+            self.until = until
+
+        def wait(self):
+            gpu.wait(0, self.until)
+
+    timer = StepTimer(clock=gpu, device=DeviceTimeline(gpu, 5))
+    meter = CollectiveMeter(timer, Layout(MeshSpec.parse("dp2")), 0)
+    monkeypatch.setattr(CollectiveMeter, "axis_of", lambda *_: (axis, 2))
+    monkeypatch.setattr(torch.distributed, "ProcessGroup", Group)
+    monkeypatch.setattr(torch.distributed, "Work", Exchange)
+    group, mib = Group(), [torch.empty(2**18, device="meta")]
+    with meter.installed():
+        timer.start()
+        for _ in range(5):
+            with timer.phase("forward"):
+                group._start_coalescing("cuda")
+                group.send(mib, 1, 0)
+                group.recv(mib, 1, 0)
+                work = group._end_coalescing("cuda")
+                gpu.compute(0.004)
+                work.wait()
+                gpu.compute(0.001)
+            timer.step_made()
+            gpu.host = gpu.at(0)
+        window = timer.take()
+    found = window.axes[axis]
+    assert (found.calls, found.sent_bytes) == (5, 5 * 2**20)
+    waits = (0.0, 0.0, 0.011) if axis == "pp" else (0.006, 0.004, 0.005)
+    assert found.exposed_s / 5 == pytest.approx(waits[0], rel=0.01, abs=1e-4)
+    assert found.hidden_s / 5 == pytest.approx(waits[1], rel=0.01, abs=1e-4)
+    assert window.phases["forward"] / 5 == pytest.approx(waits[2], rel=0.02)
+    assert found.latency_s == pytest.approx(0.0 if axis == "pp" else 0.010, rel=0.01)
+
+
 def test_nothing_waits_for_the_device_before_a_window_ends_and_few_steps_are_measured(monkeypatch):
     ranks = Ranks(monkeypatch, every=20)
     for _ in range(20):

@@ -7,7 +7,8 @@ Idea: all of it goes through the methods of `ProcessGroup` and through ``Work.wa
 replaced by versions that read a clock before and after. The group says which axis it is; a name that several groups share
 (``fsdp`` over dp_shard and cp) is an axis of its own.
 
-On a GPU these calls only queue work: there events on the streams take the place of the clock (see `device`).
+On a GPU these calls only queue work: there events on the streams take the place of the clock (see `device`). NCCL collects the
+messages of a ``batch_isend_irecv`` and queues them at its end, as one operation.
 
 Cost: about two microseconds per call.
 
@@ -20,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +54,8 @@ _METHODS = {
     "recv": "recv",
     "barrier": "barrier",
 }
+_EXCHANGE = "exchange"
+"""Messages that are queued as one operation."""
 _OUTPUT_FIRST = ("all-gather", "reduce-scatter", "all-to-all")
 
 Label = Callable[[str], AbstractContextManager[object]]
@@ -77,6 +81,8 @@ class CollectiveMeter:
         self._axes: dict[str, tuple[str, int]] = {}
         self._issued: weakref.WeakKeyDictionary[Any, tuple[int, str, Any, float, bool]] = weakref.WeakKeyDictionary()
         """Collectives on a device: window, axis, event before it, bytes, whether its duration says something of the link."""
+        self._collecting: dict[Any, float] = {}
+        """Groups that collect what is called, to queue it at once on a device, and the bytes that it sends."""
         self._works: weakref.WeakKeyDictionary[Any, tuple[str, float, float, float, bool]] = weakref.WeakKeyDictionary()
 
     @contextmanager
@@ -84,10 +90,15 @@ class CollectiveMeter:
         """Count inside the block."""
         # from the classes' own tables: an attribute of the class would come without what makes it a method
         saved: list[tuple[type, str, Any]] = []
-        for name, operation in _METHODS.items():
+        counted: dict[str, Callable[..., Any]] = {
+            **{name: partial(self._counted, operation=operation) for name, operation in _METHODS.items()},
+            "_start_coalescing": self._collected,
+            "_end_coalescing": self._queued_at_once,
+        }
+        for name, replace in counted.items():
             if name in vars(dist.ProcessGroup):
                 saved.append((dist.ProcessGroup, name, vars(dist.ProcessGroup)[name]))
-                setattr(dist.ProcessGroup, name, self._counted(getattr(dist.ProcessGroup, name), operation))
+                setattr(dist.ProcessGroup, name, replace(getattr(dist.ProcessGroup, name)))
         saved.append((dist.Work, "wait", vars(dist.Work)["wait"]))
         dist.Work.wait = self._waited(dist.Work.wait)
         timer = self.timer
@@ -115,10 +126,13 @@ class CollectiveMeter:
             if not timer.counts_here():
                 return original(group, *args, **kwargs)
             axis, size = self.axis_of(group)
+            moved = _moved_bytes(operation, args, size)
+            sent = 0.0 if operation == "recv" else moved
+            if group in self._collecting:
+                self._collecting[group] += sent
+                return original(group, *args, **kwargs)
             if timer.device is not None:
-                return self._queued(
-                    lambda: original(group, *args, **kwargs), operation, axis, _sent_bytes(operation, args, size)
-                )
+                return self._queued(lambda: original(group, *args, **kwargs), operation, axis, sent)
             began = time.perf_counter()
             timer.delay(axis)
             with nullcontext() if self.label is None else self.label(f"{axis} {operation}"):
@@ -126,14 +140,32 @@ class CollectiveMeter:
             ended = time.perf_counter()
             totals = timer.waited(axis, ended - began)
             totals.calls += 1
-            sent = _sent_bytes(operation, args, size)
             totals.sent_bytes += sent
             # a message to one rank is buffered: how long sending takes says nothing of the link
             if work is None:
-                totals.add_call(ended - began, sent)
+                totals.add_call(ended - began, moved)
             else:
-                self._works[work] = (axis, began, ended, sent, operation != "send")
+                self._works[work] = (axis, began, ended, moved, operation != "send")
             return work
+
+        return call
+
+    def _collected(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        timer = self.timer
+
+        def call(group: dist.ProcessGroup, *args: Any) -> Any:
+            if timer.device is not None and timer.counts_here():
+                self._collecting[group] = 0.0
+            return original(group, *args)
+
+        return call
+
+    def _queued_at_once(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(group: dist.ProcessGroup, *args: Any) -> Any:
+            sent = self._collecting.pop(group, None)
+            if sent is None:
+                return original(group, *args)
+            return self._queued(lambda: original(group, *args), _EXCHANGE, self.axis_of(group)[0], sent)
 
         return call
 
@@ -146,7 +178,7 @@ class CollectiveMeter:
             known = self._works.pop(work, None)
             if known is None:
                 return original(work, *args, **kwargs)
-            axis, began, issued, sent, timed = known
+            axis, began, issued, moved, timed = known
             if not timer.counts_here():
                 return original(work, *args, **kwargs)
             asked = time.perf_counter()
@@ -157,7 +189,7 @@ class CollectiveMeter:
             totals = timer.waited(axis, ended - asked)
             totals.hidden_s += asked - issued
             if timed and not finished:
-                totals.add_call(ended - began, sent)
+                totals.add_call(ended - began, moved)
             return result
 
         return wait
@@ -176,7 +208,7 @@ class CollectiveMeter:
             device.called(axis, sent)
             if work is None:
                 device.span(axis, began, None, ended, sent, timed=operation != "send")
-            else:
+            elif (operation, axis) != (_EXCHANGE, "pp"):  # how long a pipeline waits, `StepTimer.waiting` counts
                 self._issued[work] = (device.windows, axis, began, sent, operation != "send")
         return work
 
@@ -206,8 +238,8 @@ def axes_of(layout: Layout) -> list[str]:
     return list(first.values())
 
 
-def _sent_bytes(operation: str, args: Sequence[Any], size: int) -> float:
-    """What a rank sends in a call, by the usual algorithm."""
+def _moved_bytes(operation: str, args: Sequence[Any], size: int) -> float:
+    """What a rank sends in a call, by the usual algorithm, or receives in a ``recv``."""
     if operation == "barrier" or not args:
         return 0.0
     given = _bytes(args[1] if operation in _OUTPUT_FIRST and len(args) > 1 else args[0])
