@@ -210,6 +210,15 @@ def test_files_and_tar_shards_are_read_and_broken_images_are_named_and_left_out(
     assert [int((row >= 0).sum()) for row in batch.target] == [4, 4]
 
 
+def test_ranks_count_no_tokens_that_were_counted_when_the_data_was_prepared(tmp_path, monkeypatch):
+    write_lines(tmp_path, [{"prompt": "colour?", "answer": "red" * (1 + number % 3)} for number in range(9)])
+    settings = config(tmp_path)
+    counted = VisionInputs(settings).train.rows  # counted here
+    VisionTask().prepare(settings)
+    monkeypatch.setattr(ByteTokenizer, "encode", None)
+    assert VisionInputs(settings).train.rows == counted
+
+
 def test_an_image_that_is_there_by_now_is_taken_when_the_data_is_prepared_again(tmp_path):
     ask = {"prompt": "colour?", "answer": "red"}
     write_lines(tmp_path, [ask, ask, {"image": "late.png", **ask}])

@@ -136,8 +136,8 @@ class ImageTextBatches(BatchSource):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _length(self, item: int) -> int:
-        grids, texts = self.items.grids(item), self.items.texts(item)
-        length = document_length(self._tokenizer, self._args, grids, *texts, begin=self._begin)
+        text_tokens = self.items.count_tokens(item, self._tokenizer)
+        length = document_length(self._args, self.items.grids(item), text_tokens, begin=self._begin)
         if length > self.seq_len:
             raise ValueError(
                 f"{self.items.name(item)} takes {length} tokens with its images, and a row has model.seq_len={self.seq_len}: "

@@ -38,6 +38,7 @@ from titan_train.tasks.vision.images import (
     to_patches,
 )
 from titan_train.tasks.vision.rows import Grid
+from titan_train.tokenizers import Tokenizer
 
 _THUMBNAIL = 96  # pixels
 _INDEX = "index.jsonl"
@@ -92,6 +93,25 @@ def prepare_index(config: Config, args: EncoderArgs, *, again: bool = False) -> 
 def is_indexed(config: Config, args: EncoderArgs) -> bool:
     """Whether `prepare_index` has been here."""
     return (index_folder(config, args, list_lines(config.vision.paths)) / _INDEX).is_file()
+
+
+def token_counts(content: str, folder: Path, tokenizer: Tokenizer, *, keep: bool = False) -> list[int]:
+    """Tokens of prompt and answer of each line of an index.
+
+    Args:
+        content: The index.
+        folder: Where it lies.
+        tokenizer: Of the texts.
+        keep: Write them beside the index, so that no rank counts them again.
+    """
+    kept = folder / f"tokens-{content_key([index_name(content), tokenizer.fingerprint])[:16]}.json"
+    if kept.is_file():
+        return json.loads(read_text(kept))
+    lines = map(_from_index, content.splitlines())
+    counts = [len(tokenizer.encode(line.prompt)) + len(tokenizer.encode(line.answer)) for line in lines]
+    if keep:
+        write_atomic(kept, json.dumps(counts))
+    return counts
 
 
 def index_name(content: str) -> str:
@@ -176,7 +196,9 @@ def index_folder(config: Config, args: EncoderArgs, files: Sequence[Path]) -> Pa
 class IndexedLines:
     """The usable lines of an index, or some of them."""
 
-    def __init__(self, content: Sequence[str], args: EncoderArgs, *, max_pixels: int) -> None:
+    def __init__(self, content: Sequence[str], counts: Sequence[int], args: EncoderArgs, *, max_pixels: int) -> None:
+        """Take these lines, with the `token_counts` of each."""
+        self._counts = counts
         self._lines = [_from_index(line) for line in content]
         self._args, self._max_pixels = args, max_pixels
         self.fingerprint = hashlib.sha256("\n".join(content).encode()).hexdigest()
@@ -189,6 +211,9 @@ class IndexedLines:
 
     def texts(self, item: int) -> tuple[str, str]:
         return self._lines[item].prompt, self._lines[item].answer
+
+    def count_tokens(self, item: int, tokenizer: Tokenizer) -> int:
+        return self._counts[item]
 
     def name(self, item: int) -> str:
         return self._lines[item].name

@@ -43,6 +43,10 @@ class ImageTextSet(Protocol):
         """Prompt and answer."""
         ...
 
+    def count_tokens(self, item: int, tokenizer: Tokenizer) -> int:
+        """Tokens of prompt and answer together, without one that ends them."""
+        ...
+
     def name(self, item: int) -> str:
         """Its name in error messages."""
         ...
@@ -114,18 +118,10 @@ def write_document(
     return ImageTextDocument(np.array(tokens), learned, where, np.array(image))
 
 
-def document_length(
-    tokenizer: Tokenizer,
-    args: EncoderArgs,
-    grids: Sequence[Grid],
-    prompt: str,
-    answer: str,
-    *,
-    begin: Sequence[int] = (),
-) -> int:
+def document_length(args: EncoderArgs, grids: Sequence[Grid], text_tokens: int, *, begin: Sequence[int] = ()) -> int:
     """Places of a row that a document takes: all tokens but the last, which is only predicted."""
     images = sum(image_tokens(*grid, args.merge) + 2 for grid in grids)
-    return len(begin) + images + len(tokenizer.encode(prompt)) + len(tokenizer.encode(answer))
+    return len(begin) + images + text_tokens
 
 
 def pack_rows(lengths: Sequence[int], seq_len: int) -> list[list[int]]:

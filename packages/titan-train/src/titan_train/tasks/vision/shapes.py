@@ -11,6 +11,7 @@ import numpy as np
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.tasks.vision.images import FloatArray, Pixels, to_patches
 from titan_train.tasks.vision.rows import Grid
+from titan_train.tokenizers import Tokenizer
 
 CELLS = 3
 """Cells along one side of an image."""
@@ -45,6 +46,9 @@ class ShapeQuestions:
     def texts(self, item: int) -> tuple[str, str]:
         count, colour, shape, _ = _scene(self._first + item)
         return (HOW_MANY, str(count)) if (self._first + item) % 2 == 0 else (WHAT, f"{colour} {shape}")
+
+    def count_tokens(self, item: int, tokenizer: Tokenizer) -> int:
+        return sum(len(tokenizer.encode(text)) for text in self.texts(item))
 
     def name(self, item: int) -> str:
         return f"shape image {self._first + item}"

@@ -33,10 +33,11 @@ from titan_train.tasks.vision.jsonl import (
     keep_index_name,
     list_lines,
     prepare_index,
+    token_counts,
 )
 from titan_train.tasks.vision.rows import ImageTextSet
 from titan_train.tasks.vision.shapes import ShapeQuestions
-from titan_train.tokenizers import LabelBytes
+from titan_train.tokenizers import LabelBytes, Tokenizer
 
 TOKENIZER_FOLDER = "tokenizer"
 _SHOWN = 40
@@ -55,9 +56,11 @@ class VisionTask(Task):
     def prepare(self, config: Config, *, quiet: bool = False) -> None:
         """Make the tokenizer, and index the images of JSONL files."""
         args = _args(config)
-        begin_ids(config.data, run_tokenizer(config))
+        tokenizer = run_tokenizer(config)
+        begin_ids(config.data, tokenizer)
         if config.vision.source == "jsonl":
-            prepare_index(config, args, again=True)
+            index = prepare_index(config, args, again=True)
+            token_counts(read_text(index), index.parent, tokenizer, keep=True)
 
     def check_inputs(self, config: Config) -> None:
         if config.vision.source == "jsonl":
@@ -145,7 +148,7 @@ class VisionInputs(TaskInputs):
         self.tokenizer = run_tokenizer(config)
         self._label_bytes = LabelBytes(self.tokenizer)
         self.vocab_size = args.vocabulary(self.tokenizer.vocab_size)
-        train, held_out, self._index = _documents(config, args)
+        train, held_out, self._index = _documents(config, args, self.tokenizer)
         options: dict[str, Any] = {
             "seq_len": config.model.seq_len, "seed": config.run.seed, "threads": vision.threads,
             "begin": begin_ids(config.data, self.tokenizer), "max_bad_fraction": config.data.max_bad_fraction,
@@ -200,18 +203,19 @@ class VisionInputs(TaskInputs):
         write_atomic(folder / f"step_{step:08}.json", json.dumps(found, indent=1) + "\n")
 
 
-def _documents(config: Config, args: EncoderArgs) -> tuple[ImageTextSet, ImageTextSet, str]:
+def _documents(config: Config, args: EncoderArgs, tokenizer: Tokenizer) -> tuple[ImageTextSet, ImageTextSet, str]:
     """What is trained on, what is held out, and the name of their index, if they have one."""
     vision = config.vision
     if vision.source == "shapes":
         return ShapeQuestions(vision.items, args), ShapeQuestions(vision.held_out, args, first=vision.items), ""
-    index = read_text(prepare_index(config, args))
-    lines = index.splitlines()
-    return (
-        IndexedLines(lines[vision.held_out :], args, max_pixels=vision.max_pixels),
-        IndexedLines(lines[: vision.held_out], args, max_pixels=vision.max_pixels),
-        index_name(index),
+    path = prepare_index(config, args)
+    index = read_text(path)
+    lines, counts = index.splitlines(), token_counts(index, path.parent, tokenizer)
+    held_out, train = (
+        IndexedLines(lines[part], counts[part], args, max_pixels=vision.max_pixels)
+        for part in (slice(vision.held_out), slice(vision.held_out, None))
     )
+    return train, held_out, index_name(index)
 
 
 def _args(config: Config) -> EncoderArgs:
