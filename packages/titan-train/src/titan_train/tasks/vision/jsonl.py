@@ -110,7 +110,7 @@ def token_counts(content: str, folder: Path, tokenizer: Tokenizer, *, keep: bool
     lines = map(_from_index, content.splitlines())
     counts = [len(tokenizer.encode(line.prompt)) + len(tokenizer.encode(line.answer)) for line in lines]
     if keep:
-        write_atomic(kept, json.dumps(counts))
+        write_atomic(kept, json.dumps(counts), sync=True)
     return counts
 
 
