@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 from ckpt_loop import flip_last_byte
-from titan_ckpt import Checkpointer, CheckpointError, DamageError, TrainState
+from titan_ckpt import Checkpointer, CheckpointError, Damage, DamageError, TrainState
+from titan_ckpt.format import manifest
+from titan_ckpt.load import reader
 from titan_ckpt.load import restore as restoring
 from titan_ckpt.load.reader import StepReader
 from titan_ckpt.steps import commit
@@ -115,6 +117,63 @@ def test_without_fallback_every_rank_raises_the_damage_and_keeps_its_state(tmp_p
             assert (step, values, passed_over) == (-1, [-1.0, -1, -1], [])
             assert error.startswith("NoIntactStepError" if fallback else "DamageError")
             assert f"optim-r{VICTIM:05d}" in error
+
+
+def looks(root: str, seen_short: str) -> tuple[list[str], list[str], list[int], str, list[float]]:
+    """Files of which this rank looks at the size in a restore, those it maps, whose positions it reads; the error; its values.
+
+    Rank `VICTIM` sees the file ``seen_short`` cut.
+    """
+    sizes, states, readers, real = [], [], [], manifest.check_size
+    mine = torch.distributed.get_rank() == VICTIM
+
+    def check_size(folder, name, size):
+        sizes.append(name)
+        return Damage(name, "is cut") if mine and name == seen_short else real(folder, name, size)
+
+    manifest.check_size = reader.check_size = check_size
+    init, rank_state = StepReader.__init__, StepReader.rank_state
+    StepReader.__init__ = lambda self, *args, **options: init(self, *args, **options) or readers.append(self)
+    StepReader.rank_state = lambda self, rank: states.append(rank) or rank_state(self, rank)
+    state, error = state_at(-1), ""
+    state.rng = False
+    state.data.reshard = lambda positions: state.data.load_state_dict(positions[torch.distributed.get_rank()])
+    try:
+        Checkpointer(root).restore(state, verify="none")
+    except DamageError as err:
+        error = str(err)
+    mapped = [found.index.files[file].name for found in readers for file in found._maps]
+    return sizes, mapped, states, error, told(state)
+
+
+def test_one_rank_checks_all_sizes_and_the_others_those_of_what_they_read(tmp_path):
+    run_ranks(save_steps, 4, str(tmp_path), 1)
+    (first, *_), *others = run_ranks(looks, 4, str(tmp_path), "")
+    assert len(set(first)) >= 12, "weights, moments and state of each rank"
+    for rank, (sizes, mapped, states, error, values) in enumerate(others, 1):
+        assert sorted(sizes) == sorted(mapped)
+        assert 0 < len(sizes) < 6
+        assert (states, error, values) == ([rank], "", [1.0, 1, 1])
+
+
+def test_on_other_ranks_one_rank_reads_all_positions(tmp_path):
+    run_ranks(save_steps, 4, str(tmp_path), 1)
+    everyone = run_ranks(looks, 3, str(tmp_path), "")
+    assert [states for _, _, states, _, _ in everyone] == [[0, 1, 2, 3], [], []]
+    assert all((error, values) == ("", [1.0, 1, 1]) for _, _, _, error, values in everyone)
+
+
+@pytest.mark.parametrize("seen_by", ["all", "one"])
+def test_a_file_that_is_cut_stops_every_rank_before_anything_is_loaded(tmp_path, seen_by):
+    run_ranks(save_steps, 2, str(tmp_path), 1)
+    name = f"optim/optim-r{VICTIM:05d}.safetensors"
+    if seen_by == "all":
+        file = tmp_path / "step-00000001" / name
+        file.write_bytes(file.read_bytes()[:-8])
+    for *_, error, values in run_ranks(looks, 2, str(tmp_path), name if seen_by == "one" else ""):
+        assert f"(seen by rank {VICTIM if seen_by == 'one' else 0})" in error
+        assert name in error
+        assert values == [-1.0, -1, -1]
 
 
 def test_a_rank_that_cannot_read_stops_every_rank_and_no_step_is_called_damaged(tmp_path):

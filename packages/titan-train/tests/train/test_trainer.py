@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from titan_ckpt import Checkpointer
 from titan_testing import run_ranks
 from titan_train.config import parse_config
 from titan_train.inputs import open_inputs, prepare_inputs
@@ -235,6 +236,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_log_says_so(folder):
     (passed,) = [event for event in events if event.get("event") == "checkpoint_passed_over"]
     assert passed["passed_step"] == 10
     assert files[0].name in passed["reason"]
+
+
+def test_a_resume_leaves_it_to_one_rank_which_checkpoint_is_the_newest(folder, monkeypatch):
+    train(folder, "newest", {}, until=1, save=True)
+    asked = []
+    monkeypatch.setattr(Checkpointer, "latest", lambda self: asked.append(self))
+    assert train(folder, "newest", {}, until=1)[0] == 1
+    assert asked == [], "every rank would look at every file of the step"
 
 
 def test_resume_never_refuses_a_folder_with_a_checkpoint(folder):

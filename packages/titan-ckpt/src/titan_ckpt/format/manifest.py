@@ -100,7 +100,7 @@ class Manifest:
     def check_files(self) -> None:
         """Check that every listed file exists with its size. Raises as `open`."""
         listed = [*((name, size) for name, size, _ in self.files), (INDEX_NAME, self.index[0])]
-        damages = [damage for name, size in listed if (damage := _check_size(self.path, name, size))]
+        damages = [damage for name, size in listed if (damage := check_size(self.path, name, size))]
         if damages:
             raise DamageError(str(self.path), damages)
 
@@ -183,16 +183,8 @@ def read_file(folder: StorePath, name: str) -> bytes:
         raise unanswered(folder / name, err) from err
 
 
-def _damaged(folder: StorePath, what: str) -> DamageError:
-    return DamageError(str(folder), [Damage(MANIFEST_NAME, what)])
-
-
-def _self_digest(value: Any) -> str:
-    """The digest of the canonical text: the file itself may be indented."""
-    return digest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _check_size(folder: StorePath, name: str, size: int) -> Damage | None:
+def check_size(folder: StorePath, name: str, size: int) -> Damage | None:
+    """The damage of a file of a step that is missing or has another size. Raises OSError as `read_file`."""
     try:
         found = (folder / name).stat().st_size
     except ABSENT:
@@ -200,3 +192,12 @@ def _check_size(folder: StorePath, name: str, size: int) -> Damage | None:
     except OSError as err:
         raise unanswered(folder / name, err) from err
     return None if found == size else Damage(name, f"has {found} bytes, {size} were written")
+
+
+def _damaged(folder: StorePath, what: str) -> DamageError:
+    return DamageError(str(folder), [Damage(MANIFEST_NAME, what)])
+
+
+def _self_digest(value: Any) -> str:
+    """The digest of the canonical text: the file itself may be indented."""
+    return digest(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())

@@ -16,11 +16,11 @@ from titan_ckpt.errors import Damage, DamageError, malformed_is_damage
 from titan_ckpt.format import tagged_json
 from titan_ckpt.format.codec import FRAME_BYTES, block_digests, unpack_frame
 from titan_ckpt.format.index import FileRecord, StoredChunk, StoredTensor
-from titan_ckpt.format.manifest import Manifest, read_file
+from titan_ckpt.format.manifest import Manifest, check_size, read_file
 from titan_ckpt.format.names import BLOCK_BYTES, INDEX_NAME, ITEM_BYTES, STATE_NAME, parse_object, rank_state_name
 from titan_ckpt.format.validate import check_index, check_shared_state
 from titan_ckpt.storage.files import MappedFile, fetch_all, links_out
-from titan_ckpt.storage.paths import StorePath
+from titan_ckpt.storage.paths import StorePath, as_path
 
 HELD_BLOCKS = 8
 """Blocks of 4 MiB that `StepReader.release` leaves in memory."""
@@ -31,14 +31,16 @@ class StepReader:
 
     Args:
         path: The step's folder.
+        all_sizes: Check the size of every file now. False: only of files that are mapped, then. That is for the ranks of a
+            restore of which another one checks all: a step has as many files as ranks saved it.
 
     Raises:
         DamageError: If the manifest or the index is damaged or malformed, or a file is missing, has another size, or is
             outside of the step's folder.
     """
 
-    def __init__(self, path: StorePath | os.PathLike[str] | str) -> None:
-        self.manifest = Manifest.open(path)
+    def __init__(self, path: StorePath | os.PathLike[str] | str, *, all_sizes: bool = True) -> None:
+        self.manifest = Manifest.open(path) if all_sizes else Manifest.read(as_path(path))
         with malformed_is_damage(self.manifest.path, INDEX_NAME):
             index = self.manifest.read_index()
             check_index(index)
@@ -68,6 +70,8 @@ class StepReader:
     def _mapped(self, file: int) -> MappedFile:
         if file not in self._maps:
             record = self.index.files[file]
+            if damage := check_size(self.path, record.name, record.size):
+                raise DamageError(str(self.path), [damage])
             self._maps[file] = MappedFile(self.path / record.name, record.size)
         return self._maps[file]
 

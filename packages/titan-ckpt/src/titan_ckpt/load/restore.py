@@ -141,6 +141,10 @@ def restore_step(
         return CheckpointError(f"{path} cannot be read: {err}")
 
     restore = comm.attempt(lambda: _Restore(path, state, comm, strict, cast), doing, failure)
+    positions = None
+    if any(comm.all_gather(b"1" if restore.needs_positions else b"")):
+        positions = comm.from_rank0(restore.saved_positions, doing, failure)
+    comm.attempt(lambda: restore.match_place(positions), doing, failure)
     comm.agree(restore.unexpected_names(), doing)
     blocks = restore.my_share(verify, doing, failure)
     comm.attempt(lambda: restore.check(blocks), doing, failure)
@@ -149,13 +153,13 @@ def restore_step(
 
 
 class _Restore:
-    """A restore. The constructor makes every check that needs no other rank."""
+    """A restore. The constructor makes every check that needs no other rank, `match_place` those of what each rank saved."""
 
     def __init__(self, path: StorePath, state: TrainState, comm: ByteComm, strict: bool, cast: bool) -> None:
         check_state(state)
         self.state, self.comm, self.strict = state, comm, strict
         self._cast = cast or not strict
-        self.reader = StepReader(path)
+        self.reader = StepReader(path, all_sizes=comm.rank == 0)
         shared = self.reader.shared_state()
         self._encoded_extra: dict[str, Any] = shared.pop("extra")
         optim: dict[str, Any] = shared.pop("optim")
@@ -180,7 +184,16 @@ class _Restore:
         self._match_optim()
         self._match_sched()
         self._match_extra()
-        self._match_data()
+        self._own_position = self._find_own_position()
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether this rank has a data position to restore, and none was saved at its place among as many ranks."""
+        return self.state.data is not None and "data" in self.shared["has"] and self._own_position is None
+
+    def match_place(self, positions: Sequence[tuple[int, Any]] | None) -> None:
+        """Match what each rank saved for itself. ``positions``: `saved_positions`, where a rank needs them."""
+        self._match_data(positions or ())
         self._match_rng()
 
     def apply(self) -> None:
@@ -204,7 +217,10 @@ class _Restore:
         return blocks
 
     def check(self, blocks: set[Block]) -> None:
-        """Check blocks. Raises `DamageError` if one is damaged."""
+        """Check blocks, and the sizes of all files to read. Raises `DamageError` if one is damaged."""
+        copies = [copy for found in (self.copies, self.read_later) for listed in found.values() for copy in listed]
+        for file in {copy.chunk.file for copy in copies}:
+            self.reader.bytes_of(file)  # maps it; other ranks may check its blocks
         damages = check_blocks(self.reader, blocks)
         if damages:
             raise DamageError(str(self.reader.path), damages)
@@ -373,19 +389,28 @@ class _Restore:
             value = self._decode({"$stored": value.key})
         return value if like is None or like.is_meta or not isinstance(value, Tensor) else value.to(like.device)
 
-    def _match_data(self) -> None:
+    def _find_own_position(self) -> tuple[int, Any] | None:
+        """The data position that was saved at this rank's place, if as many places were saved: of which rank, and encoded."""
+        if self.state.data is None or "data" not in self.shared["has"]:
+            return None
+        place, size = self.state.dp or (self.comm.rank, self.comm.size)
+        return self._data_at({place}).get(place) if self.shared["dp"][0][1] == size else None
+
+    def saved_positions(self) -> list[tuple[int, Any]]:
+        """Every saved data position, in the order of the places: of which rank, and encoded."""
+        return [found for _, found in sorted(self._data_at({place for place, _ in self.shared["dp"]}).items())]
+
+    def _match_data(self, positions: Sequence[tuple[int, Any]]) -> None:
         data = self.state.data
         if data is None or "data" not in self.shared["has"]:
             return
-        place, size = self.state.dp or (self.comm.rank, self.comm.size)
-        saved: list[list[int]] = self.shared["dp"]
-        if saved[0][1] == size and (found := self._data_at({place})):
-            rank, encoded = found[place]
+        if self._own_position is not None:
+            rank, encoded = self._own_position
             position = self._decode(encoded, rank_state_name(rank))
             self.apply_steps.append(lambda: data.load_state_dict(position))
             return
-        by_place = self._data_at({saved_place for saved_place, _ in saved})
-        states = [(encoded, rank_state_name(rank)) for _, (rank, encoded) in sorted(by_place.items())]
+        size, saved = (self.state.dp or (self.comm.rank, self.comm.size))[1], self.shared["dp"]
+        states = [(encoded, rank_state_name(rank)) for rank, encoded in positions]
         if all(encoded == states[0][0] for encoded, _ in states) or (
             not hasattr(data, "reshard") and all(self._same(encoded, states[0][0]) for encoded, _ in states)
         ):

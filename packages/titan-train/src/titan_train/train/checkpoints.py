@@ -97,10 +97,9 @@ class Checkpoints:
         Raises:
             ValueError: None is intact, or it is of another optimizer.
         """
-        found = self.checkpointer.latest()
         asked = staged_rewind(staged_folder(self._run.run_dir))
         try:
-            with self._dtypes_by_name(self.checkpointer, asked or found):
+            with self._dtypes_by_name(self.checkpointer, asked):
                 step = self.checkpointer.restore(self._state(), asked or "latest", fallback=asked is None)
             if step and self._run.config.checkpoint.keep_best:
                 self._correct_best(step)
@@ -213,11 +212,11 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _dtypes_by_name(self, checkpointer: Checkpointer, step: int | None) -> Generator[None]:
-        """Name the setting where a step is refused because weights were saved in another format."""
+        """Name the setting where a step, None for the newest, is refused because weights were saved in another format."""
         try:
             yield
         except ValueError:
-            if step is not None:
+            if (step := checkpointer.latest() if step is None else step) is not None:
                 for part in self._run.model.parts:
                     check_saved_weights(StepReader(checkpointer.path(step)), part, f"the checkpoint of step {step}")
             raise
