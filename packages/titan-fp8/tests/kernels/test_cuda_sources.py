@@ -3,6 +3,7 @@
 No GPU is needed. `test_on_device.py` compares the compiled kernels with the reference where there is one.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -55,6 +56,14 @@ def test_a_compiled_source_is_cached(tmp_path, monkeypatch):
     assert first.log
     assert not second.log
     assert len(list(tmp_path.rglob("*.cubin"))) == 1
+
+
+def test_a_compiled_source_is_on_the_disk_before_the_cache_has_its_name(tmp_path, monkeypatch):
+    done, sync, rename = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(os.fstat(file).st_size) or sync(file))
+    monkeypatch.setattr(Path, "replace", lambda self, to: done.append(to) or rename(self, to))
+    compile_module._write(tmp_path / "kernel.cubin", b"cubin")
+    assert done == [5, tmp_path / "kernel.cubin"]
 
 
 def test_an_unwritable_cache_is_done_without(tmp_path, monkeypatch):

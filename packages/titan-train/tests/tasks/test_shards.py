@@ -2,11 +2,13 @@
 
 import io
 import json
+import os
 import shutil
 import socket
 import tarfile
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,6 +89,15 @@ def test_both_forms_hold_the_same_samples(tmp_path):
     for number in range(5):
         for a, b in zip(folder.read(number, seed=1, sample=2), tar.read(number, seed=1, sample=2), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("form", WRITE)
+def test_a_shard_is_on_the_disk_before_it_has_its_name_and_is_counted(form, tmp_path, monkeypatch):
+    done, sync, rename = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append("sync") or sync(file))
+    monkeypatch.setattr(Path, "replace", lambda self, to: done.append(Path(to).stem) or rename(self, to))
+    write(tmp_path, [2], form)
+    assert done == ["sync", "train-00000", "sync", "empty"]
 
 
 def test_arrays_that_do_not_lie_row_by_row_are_written_by_their_values(tmp_path):

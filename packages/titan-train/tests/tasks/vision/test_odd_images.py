@@ -162,6 +162,16 @@ def test_what_cannot_be_used_is_named_with_its_reason_and_nothing_hangs(tmp_path
     assert (inputs.train.batch_of([[1]]).target != -100).sum() == 2
 
 
+def test_the_index_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    marked().save(tmp_path / "good.png")
+    settings = config(tmp_path, [{"image": "good.png", "prompt": "q", "answer": "r"}])
+    done, sync, rename = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: done.append("sync") or sync(file))
+    monkeypatch.setattr(Path, "replace", lambda self, to: done.append(Path(to)) or rename(self, to))
+    index = prepare_index(settings, ARGS)
+    assert done[done.index(index) - 1] == "sync"
+
+
 def test_a_shard_gives_its_regular_files_only(tmp_path):
     marked().save(tmp_path / "outside.png")
     content = io.BytesIO()

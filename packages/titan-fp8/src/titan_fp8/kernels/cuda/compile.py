@@ -86,4 +86,6 @@ def _write(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         Path(file.name).replace(path)

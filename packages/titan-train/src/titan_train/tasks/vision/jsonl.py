@@ -86,7 +86,7 @@ def prepare_index(config: Config, args: EncoderArgs, *, again: bool = False) -> 
             if not done():  # another process may have done it meanwhile
                 if folder.state_path.is_file():  # killed from here on, it is done anew
                     folder.state_path.rename(folder.path / f"{index_name(read_text(folder.state_path))}.jsonl")
-                write_atomic(folder.state_path, "".join(_index(config, args, files, folder)))
+                write_atomic(folder.state_path, "".join(_index(config, args, files, folder)), sync=True)
     return folder.state_path
 
 

@@ -146,13 +146,13 @@ ShardFile = SafetensorsShard | TarShard
 
 
 def write_folder_shard(path: Path, samples: Sequence[Encoded], captions: Sequence[str]) -> None:
-    """Write samples, which all have the same fields, as a safetensors file, atomically."""
+    """Write samples, which all have the same fields, as a safetensors file, atomically, synced."""
     stacked = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
     write_tensors(path, stacked, {"captions": json.dumps(list(captions))})
 
 
 def write_tar_shard(path: Path, samples: Sequence[Encoded], captions: Sequence[str]) -> None:
-    """Write samples as a tar file, atomically; keys are their numbers in it."""
+    """Write samples as a tar file, atomically, synced; keys are their numbers in it."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for number, (sample, caption) in enumerate(zip(samples, captions, strict=True)):
@@ -165,15 +165,17 @@ def write_tar_shard(path: Path, samples: Sequence[Encoded], captions: Sequence[s
                 info = tarfile.TarInfo(f"{number:06}.{name}")
                 info.size = len(text)
                 archive.addfile(info, io.BytesIO(text))
-    write_atomic(path, content.getvalue())
+    write_atomic(path, content.getvalue(), sync=True)
 
 
 def write_tensors(path: Path, values: Encoded, metadata: dict[str, str] | None = None) -> None:
-    """Write arrays as a safetensors file, atomically."""
+    """Write arrays as a safetensors file, atomically, synced."""
     from safetensors.numpy import save
 
     # safetensors writes an array's memory as it lies; an autoencoder's output may lie channels last
-    write_atomic(path, save({name: np.ascontiguousarray(array) for name, array in values.items()}, metadata=metadata))
+    write_atomic(
+        path, save({name: np.ascontiguousarray(array) for name, array in values.items()}, metadata=metadata), sync=True
+    )
 
 
 def read_tensors(path: Path, names: Sequence[str]) -> Sample:
