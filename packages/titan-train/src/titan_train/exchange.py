@@ -28,6 +28,24 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     return [decode(json.loads(part), _from_leaf) for part in ByteComm(group).all_gather(text)]
 
 
+def from_rank_before(value: Any, group: dist.ProcessGroup) -> Any:
+    """The value of the rank before in ``group``; the last one's on the first. Collective. As `gather_values` otherwise."""
+    before, after = (dist.get_global_rank(group, (group.rank() + by) % group.size()) for by in (-1, 1))
+    text = torch.frombuffer(bytearray(dump_json(encode(value, "value", _leaf))), dtype=torch.uint8)
+    length = _shift(torch.tensor([len(text)]), 1, before, after, group)
+    return decode(json.loads(_shift(text, int(length), before, after, group).numpy().tobytes()), _from_leaf)
+
+
+def _shift(mine: Tensor, size: int, before: int, after: int, group: dist.ProcessGroup) -> Tensor:
+    """The ``size`` elements that the rank ``before`` sends, while this one sends ``mine`` to the rank ``after``."""
+    theirs = mine.new_empty(size)
+    sent = dist.isend(mine, after, group)
+    dist.recv(theirs, before, group)
+    if sent is not None:
+        sent.wait()
+    return theirs
+
+
 def _leaf(value: Any, path: str) -> Any:
     if isinstance(value, Tensor):
         whole = value.detach().cpu().contiguous()

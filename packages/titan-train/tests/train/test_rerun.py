@@ -81,6 +81,29 @@ def test_the_neighbour_gets_a_batch_whose_target_has_parts(folder):
     assert ranks == [[[there] * 2] * 3 + [[there + 2] * 2] for there in (1.0, 0.0)]
 
 
+def sent_and_received(_):
+    import torch.distributed as dist
+
+    rank, device = dist.get_rank(), torch.device("cpu")
+    sent, received, send, receive, gather = [], [], dist.isend, dist.recv, dist.all_gather
+    dist.isend = lambda tensor, *args: sent.append(tensor.nbytes) or send(tensor, *args)
+    dist.recv = lambda tensor, *args: received.append(tensor.nbytes) or receive(tensor, *args)
+    dist.all_gather = lambda into, *args, **options: (
+        received.extend(t.nbytes for t in into) or gather(into, *args, **options)
+    )
+    batch = TensorBatch((torch.full((1000 * (rank + 1),), float(rank)),), {}, torch.zeros(1), 4)
+    ((got,), _) = neighbours_batches([batch], RandomState(device), dist.group.WORLD, device)
+    return got.tensors()[0].unique().tolist(), len(got.tensors()[0]), sum(sent), sum(received)
+
+
+def test_a_rank_receives_the_batches_of_its_neighbour_and_of_no_other(folder):
+    ranks = run_ranks(sent_and_received, 4, folder)
+    for rank, (values, count, _, received) in enumerate(ranks):
+        before = (rank - 1) % 4
+        assert (values, count) == ([float(before)], 1000 * (before + 1))
+        assert received == ranks[before][2] > 4 * count
+
+
 @dataclasses.dataclass(frozen=True)
 class Packed:
     tokens: torch.Tensor

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from titan_train.data.loader.source import TaskBatch, TensorBatch
-from titan_train.exchange import gather_values
+from titan_train.exchange import from_rank_before
 from titan_train.train.step_random import RandomState
 
 Verdict = Literal["transient hardware", "persistent hardware", "data or numerics", "reproduced"]
@@ -197,8 +197,7 @@ def neighbours_batches(
     Collective over ``group``.
     """
     fields = [{name: _sent(getattr(batch, name)) for name in _names(batch)} for batch in batches]
-    every = gather_values([fields, state.host, state.cuda], group)
-    lent, host, cuda = every[(group.rank() - 1) % group.size()]
+    lent, host, cuda = from_rank_before([fields, state.host, state.cuda], group)
     draws = copy.copy(state)  # Python's and numpy's generators are alike on every rank
     draws.host, draws.cuda = host, cuda
     return [_like(batch, values, device) for batch, values in zip(batches, lent, strict=True)], draws
@@ -287,7 +286,7 @@ def _names(batch: TaskBatch) -> Sequence[str]:
 
 
 def _sent(value: Any) -> Any:
-    """A field as `gather_values` takes it: a NamedTuple, such as a target, as a tuple, and numpy's array as a tensor."""
+    """A field as `from_rank_before` takes it: a NamedTuple, such as a target, as a tuple, and numpy's array as a tensor."""
     if isinstance(value, np.ndarray):
         return {_ARRAY: torch.from_numpy(value)}
     return tuple(value) if pytree.is_namedtuple_instance(value) else value
