@@ -22,6 +22,9 @@ from titan_train.serve.folder import load_served
 from titan_train.tokenizers import ChatTemplate
 from titan_train.tokenizers.chat_template import BUILT_IN
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+import hf_folders
+
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 MODELS = {
@@ -173,10 +176,29 @@ def test_adapters_are_merged_before_their_weights_are_rounded(folder: Path, tmp_
 
 
 def published(folder: Path, kind: str) -> Path:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
-    import hf_folders
-
     return hf_folders.make(folder, kind, vocab_size=264)
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_5_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5", "llama4"))]
+)
+def test_the_decoder_of_a_model_that_also_sees_is_trained_and_exported_alone(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
+    base = hf_folders.make_seeing(tmp_path / "base", kind, vocab_size=264)
+    run_dir = trained(folder, f"hf:{base}", run=kind, steps=0, model={"seq_len": 32, "init": f"hf:{base}"})
+    own_tokenizer = kind == "qwen3_5_moe"  # which transformers gives it whatever the files say
+    checks = export_run(run_dir, tmp_path / "model", dtype="fp32", gate=not own_tokenizer)["hf"]
+    assert all(check.passed for check in checks)
+    theirs, ours = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (base, tmp_path / "model")
+    )
+    assert ours.config.model_type == f"{kind}_text"
+    assert ours.config.architectures == [type(theirs).__name__]
+    want, got = theirs.state_dict(), ours.state_dict()
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[name], got[name]) for name in want)
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "ernie4_5_moe"])  # a buffer there, a parameter here

@@ -282,6 +282,28 @@ def test_a_folder_that_is_no_decoder_of_transformers_is_refused(tmp_path: Path) 
     refused({"model_type": "bert"} | tiny, r"has is_decoder=False.*Set model.args.is_decoder=true")
 
 
+def test_the_models_that_also_see_whose_decoder_is_of_text_alone_are_those_of_transformers(tmp_path: Path) -> None:
+    import transformers
+    from titan_train.models.hf.folder import TEXT_ALONE, read_published
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kinds = {kind: transformers.CONFIG_MAPPING[kind] for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    texts = {kind: (config, config.sub_configs["text_config"]) for kind, config in kinds.items()
+             if "text_config" in (config.sub_configs or {})}  # fmt: skip
+    decoders = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    found = [kind for kind, (config, text) in texts.items() if decoders[config].config_class is text]
+    assert sorted(found) == list(TEXT_ALONE)
+    whole = {
+        "model_type": "llama4",
+        "tie_word_embeddings": True,
+        "eos_token_id": [1, 2],
+        "text_config": {"eos_token_id": 3},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    alone = {"model_type": "llama4_text", "tie_word_embeddings": True, "eos_token_id": 3}
+    assert read_published(f"hf:{tmp_path}") == alone
+
+
 def test_an_encoder_becomes_a_decoder_by_its_field(tmp_path: Path) -> None:
     tiny = {
         "vocab_size": 96,

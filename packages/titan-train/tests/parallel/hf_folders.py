@@ -215,6 +215,34 @@ def make(folder: Path, kind: str, *, vocab_size: int = 96, seed: int = 0, **chan
     return folder
 
 
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+                "num_position_embeddings": 16, "patch_size": 4},
+    "llama4": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+               "vision_output_dim": 16, "image_size": 8, "patch_size": 4, "projector_input_dim": 16,
+               "projector_output_dim": 16},
+}  # fmt: skip
+"""Models that also see, whose decoders have plans: what sees."""
+SEEING["qwen3_5_moe"] = SEEING["qwen3_5"]
+
+
+def make_seeing(folder: Path, kind: str, *, vocab_size: int = 96) -> Path:
+    """Write a folder of a model that also sees, by the names of its modules, with stacked experts as it is published."""
+    from safetensors.torch import save_file
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    text = _BASE | FOLDERS[f"{kind}_text"] | {"vocab_size": vocab_size}
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](text_config=text, vision_config=SEEING[kind])
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn_like(parameter) * (0.15 if parameter.ndim == 1 else 0.05)
+    model.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def rename(file: Path, parts: dict[str, str]) -> None:
     """Change names of the tensors of a file."""
     from safetensors.torch import load_file, save_file

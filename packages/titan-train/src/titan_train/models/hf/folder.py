@@ -24,6 +24,10 @@ _IN_ROPE = ("rope_theta", "partial_rotary_factor")
 """Fields that transformers takes from ``rope_parameters`` or ``rope_scaling`` where they are there."""
 _COUNTS = ("num_experts", "num_local_experts")
 """Two names of one number, of which an export writes both."""
+TEXT_ALONE = ("dots3_note", "emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+"""Values of ``model_type`` of models that also see or hear, whose decoder in transformers is that of ``text_config`` alone."""
+_SHARED = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+"""Fields of the whole model that are its decoder's too."""
 _NOT_IN_JSON = ("Infinity", "-Infinity", "NaN")
 
 
@@ -49,7 +53,7 @@ def stop_ids_of(folder: Path) -> tuple[int, ...]:
 
 
 def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
-    """The content of the folder's ``config.json``.
+    """The content of the folder's ``config.json``; for one of `TEXT_ALONE`, that of its ``text_config``.
 
     Args:
         name: ``"hf:DIR"``.
@@ -63,7 +67,16 @@ def read_published(name: str, *, key: str = "model.name") -> dict[str, Any]:
         raise ValueError(
             f"{key}={name!r}: {file} does not exist. Name a complete folder of Hugging Face.{download_hint(name)}"
         )
-    return with_floats(_content(file, f"{key}={name!r}: "))
+    return _text_alone(with_floats(_content(file, f"{key}={name!r}: ")))
+
+
+def _text_alone(published: dict[str, Any]) -> dict[str, Any]:
+    """The same; of a model that also sees, whose decoder transformers builds without, as if it were the decoder's own file."""
+    kind, inner = published.get("model_type"), published.get("text_config")
+    if kind not in TEXT_ALONE or not isinstance(inner, dict):
+        return published
+    shared = {key: published[key] for key in _SHARED if key in published}
+    return {"model_type": f"{kind}_text", **shared, **cast("dict[str, Any]", inner)}
 
 
 def _content(file: Path, asked: str = "") -> dict[str, Any]:

@@ -24,6 +24,9 @@ from titan_train.models.hf.plan import STACKED, HFPlan
 _LAYER = re.compile(r"\.(\d+)\.")
 _IGNORED = (r".*rotary_emb\.inv_freq", r".*\.(?:attention|attn)\.(?:masked_)?bias")
 """Tables in old checkpoints that models compute."""
+_WHOLE = {"w1": ("gate_up_proj", (0, 2, 1)), "w3": ("gate_up_proj", (1, 2, 1)), "w2": ("down_proj", None)}
+"""The stacks of transformers' own modules, which some folders hold in place of each expert's tensors (Qwen3.5), and the part of
+one that a parameter here is."""
 _STACKED = ".experts.gate_up_proj", ".experts.down_proj"
 
 
@@ -99,6 +102,7 @@ def _named(model: nn.Module, kind: str, plan: HFPlan | None, new_names: Mapping[
     kinds = (SplitLinear, RoutedExperts, *(() if plan is None or plan.experts == STACKED else (StackedExperts,)))
     apart = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     pairs: dict[Pair, None] = {}
+    stacks: dict[Pair, None] = {}
     separate = {} if plan is not None else separate_experts(kind) or {}
     for name in model.state_dict(keep_vars=True):
         if ".lora_" in name or name.startswith(("mtp.", "mtp_embeddings.")):
@@ -116,9 +120,12 @@ def _named(model: nn.Module, kind: str, plan: HFPlan | None, new_names: Mapping[
             else:
                 there = _renamed(f"{here.removesuffix('experts.')}{separate[leaf]}", new_names)
             pairs[Pair(f"{here}{leaf}", there)] = None
+            if isinstance(module, RoutedExperts):
+                whole, part = _WHOLE[leaf]
+                stacks[Pair(f"{here}{leaf}", f"{there.partition('{j}')[0]}{whole}", part=part)] = None
         else:
             pairs |= dict.fromkeys(_parts(owner, module))
-    return pairs
+    return pairs | stacks  # which are read, and not written
 
 
 def _further_layers(
@@ -174,10 +181,17 @@ def separate_experts(kind: str) -> Mapping[str, str] | None:
 def as_files_have(key_map: KeyMap, files: Collection[str]) -> KeyMap:
     """The key map with the names that these files have, where they have other ones that transformers reads as the same.
 
-    It renames a part of all names when it writes, also where the published files do not (dense layers of Kimi Linear).
+    It renames a part of all names when it writes, also where the published files do not (dense layers of Kimi Linear). In the
+    files of a model that also sees, the names of its decoder begin otherwise, and those of its other parts are ignored.
     """
     templates = {_template(name) for name in files}
-    renamings = [pair for step in _steps(key_map.family) if (pair := _renaming(step))]
+    steps = _steps(key_map.family)
+    renamings = [pair for step in steps if (pair := _renaming(step))]
+    for there, here in (("language_model.", ""), *_beginnings(steps)):
+        if any(name.startswith(there) for name in files):
+            begun = (replace(pair, hf=re.sub(rf"^{re.escape(here)}", there, pair.hf)) for pair in key_map.pairs)
+            key_map = replace(key_map, pairs=tuple(begun))
+            key_map = key_map if here else key_map.ignoring(rf"(?!{re.escape(there)}).*")
 
     def found(pair: Pair) -> Pair:
         others = [pair.hf.replace(here, there) for there, here in renamings if here in pair.hf]
@@ -186,6 +200,12 @@ def as_files_have(key_map: KeyMap, files: Collection[str]) -> KeyMap:
         )
 
     return replace(key_map, pairs=tuple(map(found, key_map.pairs)))
+
+
+def _beginnings(steps: Collection[Any]) -> list[tuple[str, str]]:
+    """Beginnings of names in the files of a larger model, each with that of the module."""
+    changes = [step for step in steps if getattr(step, "prefix_to_remove", None) and step.model_prefix]
+    return [(f"{step.model_prefix}.{step.prefix_to_remove}.", f"{step.model_prefix}.") for step in changes]
 
 
 def unread(kind: str) -> list[str]:
