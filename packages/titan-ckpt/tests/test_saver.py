@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from titan_ckpt import Checkpointer, CheckpointError, TrainState
 from titan_ckpt.background import client, rendezvous, server
 from titan_ckpt.background.rendezvous import NotCommitted, Patience, SignOfLife, await_outcome, await_report, give_up
 from titan_ckpt.save.job import SaveLayout, WriteJob
-from titan_ckpt.steps import commit
-from titan_ckpt.steps.claim import Process
+from titan_ckpt.steps import commit, leftovers
+from titan_ckpt.steps.claim import Process, name_owner
 from titan_testing import run_ranks
 from torch import nn
 
@@ -178,6 +179,26 @@ def test_a_restart_after_a_lost_machine_waits_twenty_seconds_and_goes_on_from_th
     assert ck.restore(state_of(size=8)) == 1
     assert time.monotonic() - began < 40
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000001"]
+
+
+def test_a_saver_that_still_writes_is_waited_for_as_long_as_is_asked(tmp_path, monkeypatch, caplog):
+    for step in (1, 2):
+        Checkpointer(tmp_path).save(step, state_of())
+    written, unfinished = tmp_path / "step-00000002", tmp_path / f".tmp-00000002-{'0' * 16}"
+    written.rename(unfinished)
+    saver = subprocess.Popen(["sleep", "60"])
+    name_owner(unfinished, Process.of(saver.pid))
+    monkeypatch.setattr(leftovers, "_inherited", lambda pid: pid == saver.pid)
+    try:
+        assert Checkpointer(tmp_path, inherited_wait_s=0.2).restore(state_of()) == 1
+        assert "still writes after 0.2 s" in caplog.text
+        commits = threading.Timer(1.0, unfinished.rename, [written])
+        commits.start()
+        assert Checkpointer(tmp_path, inherited_wait_s=30.0).restore(state_of()) == 2
+        commits.join()
+    finally:
+        saver.kill()
+        saver.wait()
 
 
 WRITER = """

@@ -56,6 +56,8 @@ class Checkpointer:
         group: The ranks that save together, with a backend for CPU tensors; None for all ranks.
         ranks_per_node: Consecutive ranks on each node. Messages between nodes then go through the first rank of each
             node. None: every rank exchanges with every other.
+        inherited_wait_s: How long (seconds) a restore, `latest` and the first save wait for the saver of a killed trainer
+            that still writes a step. Rank 0 waits, the others in a collective: less than the group's timeout.
 
     Raises:
         ValueError: If an option is invalid, a group is given without torch.distributed, or other processes must write to
@@ -77,6 +79,7 @@ class Checkpointer:
         compress: Literal["none", "auto"] = "none",
         group: dist.ProcessGroup | None = None,
         ranks_per_node: int | None = None,
+        inherited_wait_s: float = 120.0,
     ) -> None:
         if on_busy not in ("wait", "skip"):
             raise ValueError(f"on_busy={on_busy!r} is neither 'wait' nor 'skip'.")
@@ -94,6 +97,7 @@ class Checkpointer:
             best_is,
         )
         self._async, self._on_busy, self._overlap = async_, on_busy, overlap
+        self._inherited_wait_s = inherited_wait_s
         self._comm = ByteComm(group, ranks_per_node)
         self._preparer = SavePreparer(self._comm, compress=compress == "auto")
         self._saver: BackgroundSaver | None = None
@@ -244,7 +248,7 @@ class Checkpointer:
         try:
             return restore_newest(
                 self.root, state, step, self._comm, self._passed_over, verify=verify, strict=strict, cast=cast,
-                fallback=fallback,
+                fallback=fallback, inherited_wait_s=self._inherited_wait_s,
             )  # fmt: skip
         finally:
             self._distrusted |= {number for number, _ in self._passed_over}  # until they are saved again
@@ -254,7 +258,7 @@ class Checkpointer:
 
         Waits for the saver of a killed trainer, if it still writes a step.
         """
-        leftovers.await_inherited(self.root)
+        leftovers.await_inherited(self.root, self._inherited_wait_s)
         newest = listing.open_steps(self.root, _warn, most=1)
         return newest[-1].step if newest else None
 
@@ -328,7 +332,7 @@ class Checkpointer:
 
         def open_root() -> None:
             self.root.mkdir(parents=True, exist_ok=True)
-            leftovers.await_inherited(self.root)
+            leftovers.await_inherited(self.root, self._inherited_wait_s)
             owner = Process.of(os.getpid())
             take_root(self.root, owner)
             self._claim = weakref.finalize(self, _release, self.root, owner)

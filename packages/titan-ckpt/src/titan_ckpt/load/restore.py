@@ -64,12 +64,13 @@ def restore_newest(
     strict: bool,
     cast: bool,
     fallback: bool,
+    inherited_wait_s: float,
 ) -> int:
     """As `Checkpointer.restore`. ``passed_over`` gets the damaged steps that were not used, newest first. Collective."""
     passed_over.clear()
     _refuse_different(step, comm)
     for attempt in range(1, _LISTINGS + 1):
-        present = _listed(root, comm)
+        present = _listed(root, comm, inherited_wait_s)
         if step != "latest":  # it and the older ones
             numbers = [number for number, _ in present]
             if step not in numbers:
@@ -105,11 +106,11 @@ def _refuse_different(step: int | Literal["latest"], comm: ByteComm) -> None:
         )
 
 
-def _listed(root: StorePath, comm: ByteComm) -> list[tuple[int, str]]:
+def _listed(root: StorePath, comm: ByteComm, inherited_wait_s: float) -> list[tuple[int, str]]:
     """Number and folder name of every step, oldest first, as rank 0 sees them."""
 
     def find() -> list[tuple[int, str]]:
-        leftovers.await_inherited(root)
+        leftovers.await_inherited(root, inherited_wait_s)
         return [(number, path.name) for number, path in listing.step_folders(root)]
 
     return comm.from_rank0(

@@ -4,6 +4,7 @@ Only proven leftovers are deleted (`titan_ckpt.steps.commit`).
 """
 
 import contextlib
+import logging
 import os
 import time
 from pathlib import Path
@@ -15,11 +16,10 @@ from titan_ckpt.steps.commit import TRASH, discard
 from titan_ckpt.steps.listing import all_revisions, folders_below, is_unfinished, newest_revisions, unfinished
 from titan_ckpt.storage.paths import StorePath, is_folder, renames
 
+_log = logging.getLogger("titan_ckpt")
+
 SERVER = "titan_ckpt.background.server"
 """The module that a saver process runs."""
-
-# How long a new Checkpointer waits for the saver of a killed trainer.
-_INHERITED_SAVE_S = 120.0
 
 
 def sweep(root: StorePath) -> list[StorePath]:
@@ -64,14 +64,15 @@ def _superseded(root: StorePath) -> list[StorePath]:
     return replaced
 
 
-def await_inherited(root: StorePath) -> None:
+def await_inherited(root: StorePath, limit_s: float) -> None:
     """Wait for savers whose trainer is gone or is this process: their step is the one to resume from."""
-    deadline = time.monotonic() + _INHERITED_SAVE_S
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         owners = [owner_of(path) for path in unfinished(root)]
         if not any(owner and owner.local and owner.alive and _inherited(owner.pid) for owner in owners):
             return
         time.sleep(0.05)
+    _log.warning("%s: the saver of a killed trainer still writes after %g s; its step is not waited for", root, limit_s)
 
 
 def _inherited(pid: int) -> bool:

@@ -87,6 +87,7 @@ class Checkpoints:
             keep_best=self._best_metric if config.checkpoint.keep_best and keep_last else None,
             async_=config.checkpoint.async_save,
             ranks_per_node=_ranks_per_node(),
+            inherited_wait_s=0.8 * config.launch.timeout_s,  # the other ranks wait in a collective meanwhile
         )
 
     def restore(self) -> int:
