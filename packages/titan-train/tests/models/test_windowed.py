@@ -4,6 +4,8 @@ No GPU: torch's varlen_attn is a stub with its signature here, and flex_attentio
 """
 
 import functools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +81,13 @@ def test_flex_attention_gives_the_masks_values(sinks, value_width):
     assert torch.allclose(found, plain_windowed(q, k, v, BOUNDARIES, WINDOW, sinks), atol=1e-5)
 
 
+@pytest.mark.gpu
+def test_flex_attention_on_a_gpu_with_its_mask_by_a_compiled_function_gives_the_plain_values():
+    q, k, v = (x.detach().cuda() for x in inputs(width=32, value_width=32))
+    found, want = (run(q, k, v, BOUNDARIES.cuda(), WINDOW, None) for run in (_flex, plain_windowed))
+    torch.testing.assert_close(found, want, atol=2e-2, rtol=0)  # TF32
+
+
 @pytest.mark.parametrize("documents", [True, False])
 def test_a_window_takes_varlen_attention_where_it_is_equal(monkeypatch, documents):
     put_varlen(monkeypatch, varlen_attn)
@@ -131,3 +140,50 @@ def test_packed_attention_passes_over_kernels_that_raise_or_differ(monkeypatch):
     packed.varlen.cache_clear()
     put_varlen(monkeypatch, varlen_attn)
     assert packed._choose(q, k, v, True, packed._flash) is packed._flash
+
+
+def windowed_model(folder):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+    import hf_folders
+    import titan_fsdp
+    from titan_train.config.model import ModelConfig
+    from titan_train.models import build_model, init_for
+
+    made = hf_folders.make(folder / "mistral", "mistral")  # a window of 7
+    model = build_model(ModelConfig(name=f"hf:{made}", seq_len=32), vocab_size=96)
+    titan_fsdp.materialize(model, "cpu", init_for(model), seed=3)
+    return model
+
+
+@pytest.mark.parametrize("how", ["by a kernel", "by a mask", "recomputed", "compiled"])
+def test_a_mask_is_made_once_for_a_forward_and_never_for_a_kernel(how, tmp_path, monkeypatch):
+    from titan_train.config import ActivationsConfig, CompileConfig
+    from titan_train.models.hf import attention, decoder
+    from titan_train.parallel.activations.recompute import apply_activation_checkpointing
+    from titan_train.parallel.compiled import compile_blocks
+
+    made, make = [], attention.window_mask
+    ids = torch.randint(96, (2, 32), generator=torch.Generator().manual_seed(1))
+    rows = {"cu_seqlens": torch.tensor([[0, 10, 32], [0, 20, 32]], dtype=torch.int32)}
+    monkeypatch.setattr(decoder, "window_mask", lambda *args, **given: made.append(args) or make(*args, **given))
+    model = windowed_model(tmp_path)
+    blocks = model.repeated_layers()
+    if how == "by a kernel":
+        kernel = backends.TrialKernel("torch's varlen_attn", plain_windowed)
+        monkeypatch.setattr(windowed, "_choose", lambda *unused: kernel)
+    if how == "recomputed":
+        apply_activation_checkpointing(model, blocks, ActivationsConfig(checkpoint="full"))
+    if how == "compiled":
+        compile_blocks(blocks, CompileConfig(backend="aot_eager"), ActivationsConfig(), whole_graph=True)
+    weight = blocks[0].self_attn.q_proj.weight
+    for forwards in (1, 2):
+        logits = model(ids, **rows)
+        (gradient,) = torch.autograd.grad(logits.square().sum(), weight)
+        assert len(made) == (0 if how == "by a kernel" else forwards)
+    monkeypatch.undo()
+    plain = windowed_model(tmp_path)
+    expected = plain(ids, **rows)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    of = plain.repeated_layers()[0].self_attn.q_proj.weight
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), of)[0], atol=1e-4, rtol=1e-4)

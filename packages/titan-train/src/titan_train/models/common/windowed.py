@@ -15,7 +15,7 @@ Shapes: B rows, S tokens, H query heads, K key-value heads, D key width, E value
 
 import functools
 from collections.abc import Callable, MutableMapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from titan_cp.backends import TrialKernel, choose_kernel
@@ -26,6 +26,8 @@ from titan_train.models.common.attention import attend
 from titan_train.models.common.packed import describe, example_rows, flash_problem, varlen, with_gradients
 from titan_train.models.common.sinks import with_sink_key
 
+Mask = Tensor | Callable[[], Tensor]
+"""A mask, or a function that makes it where it is read, and keeps it for the next layer: kernels do without."""
 _Windowed = Callable[[Tensor, Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
 """``run(q, k, v, boundaries, window, sinks)``, tensors as in `windowed_attention`."""
 
@@ -34,7 +36,7 @@ def windowed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
+    mask: Mask,
     *,
     boundaries: Tensor | None,
     window: int,
@@ -46,7 +48,8 @@ def windowed_attention(
         q: ``[B, S, H, D]``.
         k: ``[B, S, K, D]``.
         v: ``[B, S, K, E]``.
-        mask: Of documents and window, boolean, ``[B or 1, 1, S, S]``, True where a query may look.
+        mask: Of documents and window, boolean, ``[B or 1, 1, S, S]``, True where a query may look; or what makes it. In a
+            block that is compiled, a tensor.
         boundaries: Of the documents of all rows, as `packed_boundaries` gives them; None: a row is one document.
         window: Tokens that a query sees, itself included.
         sinks: A learned logit for each head, ``[H]``; None for none.
@@ -63,7 +66,8 @@ def windowed_attention(
     return _with_mask(q, k, v, mask, sinks)
 
 
-def _with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+def _with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) -> Tensor:
+    mask = mask if isinstance(mask, Tensor) else mask()
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if sinks is not None:
         q, k, v, mask = with_sink_key(q, k, v, mask, sinks)
@@ -113,9 +117,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int, sin
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int, sinks: Tensor | None) -> Tensor:
-    from torch.nn.attention.flex_attention import AuxRequest
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    out, aux = _compiled_flex(q.is_cuda)(
+    out, aux = _compiled(flex_attention, q.is_cuda)(
         *(x.transpose(1, 2) for x in (q, k, v)),
         block_mask=_blocks(boundaries, window, *q.shape[:2]),
         enable_gqa=q.shape[2] != k.shape[2],
@@ -127,11 +131,9 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int, sink
 
 
 @functools.cache
-def _compiled_flex(compiled: bool) -> Callable[..., Any]:
-    """Uncompiled it makes whole scores, which shows on the CPU what it computes."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return cast("Callable[..., Any]", torch.compile(flex_attention) if compiled else flex_attention)
+def _compiled(function: Callable[..., Any], on_gpu: bool) -> Callable[..., Any]:
+    """Uncompiled they make whole scores and masks of integers, which shows on the CPU what they compute."""
+    return torch.compile(function) if on_gpu else function
 
 
 def _blocks(boundaries: Tensor, window: int, rows: int, length: int) -> Any:
@@ -145,7 +147,8 @@ def _blocks(boundaries: Tensor, window: int, rows: int, length: int) -> Any:
         def visible(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (query >= key) & (query - key < window) & (of[row, query] == of[row, key])
 
-        made[window] = create_block_mask(visible, rows, None, length, length, device=boundaries.device)
+        create = _compiled(create_block_mask, boundaries.is_cuda)
+        made[window] = create(visible, rows, None, length, length, device=boundaries.device)
     return made[window]
 
 

@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from titan_train.models.common.attention import CausalAttention, SequenceContext, attend, document_mask
 from titan_train.models.common.sinks import with_sink_key
-from titan_train.models.common.windowed import windowed_attention
+from titan_train.models.common.windowed import Mask, windowed_attention
 
 NAME = "titan_train"
 """In transformers' registry, and as ``attn_implementation``."""
@@ -36,17 +36,17 @@ CONTEXT = "titan_context"
 class WindowedContext(SequenceContext):
     """A context that also has the masks of sliding windows, and the documents for layers with a state."""
 
-    windows: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Window to mask ``[B or 1, 1, S, S]``; windows that no row exceeds are absent."""
+    windows: dict[int, Mask] = field(default_factory=dict[int, Mask])
+    """Window to mask ``[B or 1, 1, S, S]``, or to what makes it; windows that no row exceeds are absent."""
     state: Any = None
     """Where documents are, for layers with a state: a `titan_train.models.hf.state.StateRows`; None: rows are documents."""
 
 
 def window_mask(cu_seqlens: Tensor | None, seq_len: int, window: int, device: torch.device) -> Tensor:
     """True where a query may look that sees ``window`` tokens, itself included: ``[B or 1, 1, S, S]``."""
-    places = torch.arange(seq_len, device=device)
-    distance = places[:, None] - places[None, :]
-    near = (distance >= 0) & (distance < window)
+    places = torch.arange(seq_len, dtype=torch.int32, device=device)
+    query = places[:, None]
+    near = (query >= places) & (query - window < places)  # no distance for each pair, of 4 or 8 bytes
     return near[None, None] if cu_seqlens is None else document_mask(cu_seqlens, seq_len) & near
 
 

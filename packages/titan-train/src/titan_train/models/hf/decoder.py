@@ -239,13 +239,15 @@ class HFDecoder(HFModel):
         if positions is None:
             positions = row_positions(length, cu_seqlens, tokens.device)
         narrow = () if attention_plan is not None else (w for w in self.windows if w < length)
+        make = functools.partial(window_mask, cu_seqlens, length, device=tokens.device)
+        now = torch.compiler.is_compiling() or any(map(_is_compiled, self.repeated_layers()))
         context = WindowedContext(
             positions=positions,
             cu_seqlens=cu_seqlens,
             boundaries=None if cu_seqlens is None else packed_boundaries(cu_seqlens, length),
             attention_plan=attention_plan,
             state=self._state_rows(cu_seqlens, attention_plan),
-            windows={w: window_mask(cu_seqlens, length, w, tokens.device) for w in narrow},
+            windows={w: make(w) if now else functools.cache(functools.partial(make, w)) for w in narrow},
         )
         given = {"input_ids": tokens}
         if not self.holds_embedding:  # transformers makes streams of one, which the first layer does not get
@@ -366,6 +368,11 @@ def learned_positions(model: Any) -> int | None:
         if isinstance(table := getattr(module, "embed_positions", None), Tensor) and len(table) == longest:
             return longest  # GPT-J
     return None
+
+
+def _is_compiled(layer: nn.Module) -> bool:
+    """Whether it runs in graphs of torch.compile, whose inputs are tensors; see `titan_train.parallel.compiled`."""
+    return layer._compiled_call_impl is not None or hasattr(layer.forward, "compiled_by")
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
