@@ -234,6 +234,37 @@ def test_a_base_that_also_brings_code_of_its_own_is_exported_without(folder: Pat
     assert not (tmp_path / "marker").exists()
 
 
+def test_ids_of_an_export_are_those_of_tokenizer_json_whatever_class_it_was_published_with(
+    folder: Path, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "a",
+        "\u2581a",
+        "\u2581\u2581",
+    ]
+    merges = [("\u2581", "\u2581"), ("\u2581", "a")]
+    vocab = {name: number for number, name in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(pieces[:3])
+    made.save(str(tmp_path / "tokenizer.json"))
+    given = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    kind = {"kind": "hf", "path": str(tmp_path)}
+    run_dir = trained(folder, "llama3_debug", run="llama2", steps=0, tokenizer=kind)
+    assert all(check.passed for check in export_run(run_dir, tmp_path / "model", dtype="fp32")["hf"])
+
+
 def test_every_token_that_ends_a_text_of_the_folder_ends_one_of_the_run_and_its_export(
     folder: Path, tmp_path: Path
 ) -> None:

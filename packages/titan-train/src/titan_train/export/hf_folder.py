@@ -32,12 +32,16 @@ from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.tasks.vision.processor import processor_files
 from titan_train.tokenizers import ChatTemplate, HfTokenizer, SentencePieceTokenizer, Tokenizer
 from titan_train.tokenizers.chat_template import answer_stops
-from titan_train.tokenizers.huggingface import TEMPLATE_NAME, ids_before_text
+from titan_train.tokenizers.huggingface import TEMPLATE_NAME, TOKENIZER_CONFIG, ids_before_text, read_json
 
 ExportDtype = Literal["fp32", "bf16", "fp16", "float8"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16}
 """What tensors are stored as; with float8, those that have no scales."""
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float8": "bfloat16"}
+_BY_FILE = {"tokenizer_class": "PreTrainedTokenizerFast"}
+"""Ids are those of ``tokenizer.json``. Of other classes (LlamaTokenizer), transformers 5 makes its own around the vocabulary."""
+_FAST = {"model_input_names": ["input_ids", "attention_mask"]}
+"""What decoders take. transformers 4 would add ``token_type_ids``, which `generate` refuses."""
 _logger = logging.getLogger(__name__)
 
 
@@ -141,6 +145,7 @@ def write_tokenizer_files(
         write_atomic(folder / TEMPLATE_NAME, template.source)
     if isinstance(tokenizer, HfTokenizer):
         tokenizer.save(folder)  # the files that it came from
+        write_json(folder / TOKENIZER_CONFIG, _FAST | read_json(folder / TOKENIZER_CONFIG) | _BY_FILE)
         begins, began = ids_before_text(folder), [tokenizer.bos_id] if add_bos else []
         if begins != began:
             _logger.warning(
@@ -154,13 +159,14 @@ def write_tokenizer_files(
             "the %s tokenizer cannot be written as tokenizer.json; its own files are exported", tokenizer.kind
         )
         tokenizer.save(folder)
-        write_json(folder / "tokenizer_config.json", {"add_bos_token": add_bos, **special_tokens(tokenizer)})
+        write_json(folder / TOKENIZER_CONFIG, {"add_bos_token": add_bos, **special_tokens(tokenizer)})
         return
     write_atomic(folder / "tokenizer.json", text)
     write_json(
-        folder / "tokenizer_config.json",
+        folder / TOKENIZER_CONFIG,
         {
-            "tokenizer_class": "PreTrainedTokenizerFast",
+            **_BY_FILE,
+            **_FAST,
             "model_max_length": seq_len,
             "clean_up_tokenization_spaces": False,
             **special_tokens(tokenizer),
