@@ -124,6 +124,8 @@ def test_both_spellings_of_rotary_settings_mean_the_same() -> None:
 
 
 def test_what_only_training_uses_may_differ() -> None:
+    older = {"predict_special_tokens": True, "n_special": 0, "output_past": True, "_num_labels": 1, "n_ctx": 512}
+    check("gpt", GPT_JSON | older)  # gpt2-medium, -large and -xl, distilgpt2
     check("deepseek", V3_JSON, balance_loss=0.5, bias_rate=0.1, z_loss=0.1)
 
 

@@ -185,6 +185,7 @@ def test_the_published_module_comes_in_and_leaves_bit_for_bit(kind, prefix, own,
     # a model without the module passes it over
     without = built(tmp_path / "out", 0)
     check_init(f"hf:{tmp_path / 'out'}", without, ModelConfig(name=f"hf:{folder}"))
+    assert family_of(without).load_hf().config_of(without.args)["num_nextn_predict_layers"] == 0
 
 
 def test_parameters_and_flops_are_those_that_the_shape_states(tmp_path):

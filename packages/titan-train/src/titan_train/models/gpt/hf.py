@@ -14,7 +14,7 @@ from titan_train.models.gpt.args import GPTArgs
 _DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # none here: they change training, not the logits
 _OTHER_HEADS = (
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "n_ctx",
+    "task_specific_params", "n_ctx", "predict_special_tokens", "n_special", "output_past", "_num_labels",
 )  # fmt: skip
 
 _KINDS = ("gpt2",)

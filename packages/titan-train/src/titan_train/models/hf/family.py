@@ -117,7 +117,7 @@ def _config_of(args: HFModelArgs) -> dict[str, Any]:
     if "num_experts" in config or config["model_type"] in ("qwen2_moe", "qwen3_moe"):
         count = config.get("num_experts", config.get("num_local_experts"))
         config |= {"num_experts": count, "num_local_experts": count}
-    if args.ahead:
+    if args.ahead or "num_nextn_predict_layers" in config:  # a folder's own may be left out
         config["num_nextn_predict_layers"] = args.ahead
     return config
 
