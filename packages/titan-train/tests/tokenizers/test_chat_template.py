@@ -69,7 +69,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_and_its_marks_accepte
         ("{{ messages[0].content.__class__.__mro__ }}", "refuses"),
         ("{{ ''.__class__.__base__.__subclasses__() }}", "refuses"),
         ("{{ raise_exception('no system') }}", "no system"),
-        ("{{ strftime_now('%d') }}", "strftime_now"),
         ("{{ 1 / 0 }}", "refuses"),
         ("{{ messages[0].content + 1 }}", "refuses"),
         ("{% include '/etc/passwd' %}", "refuses"),
@@ -93,6 +92,16 @@ def test_the_date_is_given_only_when_asked_for():
     source = "{{ strftime_now('%Y') if strftime_now is defined else 'no date' }}"
     assert ChatTemplate(source, {}).render([]) == "no date"
     assert ChatTemplate(source, {}).render([], now=datetime(2031, 5, 1)) == "2031"
+
+
+def test_a_template_that_cannot_do_without_a_date_gets_the_same_one_on_every_day():
+    template = ChatTemplate("{{ strftime_now('%d.%m.%Y') }}: " + UNMARKED, VARIABLES)
+    rendered = template.render_spans(TALK[:3])
+    assert rendered.text == "26.07.2024: " + ChatTemplate(UNMARKED, VARIABLES).render(TALK[:3])
+    assert template.answer_end() == "<|im_end|>"
+    assert template.render([], now=datetime(2031, 5, 1)) == "01.05.2031: "
+    with pytest.raises(ValueError, match="'strftime_now' is undefined"):
+        ChatTemplate("{{ raise_exception(\"'strftime_now' is undefined\") }}", {}).render(TALK)
 
 
 def test_a_built_in_template_serves_a_tokenizer_without_one():

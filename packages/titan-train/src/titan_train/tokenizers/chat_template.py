@@ -1,8 +1,9 @@
 """Chat templates: a conversation as the text that a chat model reads, and which of it the model itself wrote.
 
 A template is a Jinja text that is published with a tokenizer. It is data from elsewhere: it is rendered in Jinja's immutable
-sandbox, which reaches no attribute, file or module of Python. The current date is not given to it while training: the same
-conversation must give the same tokens on every day.
+sandbox, which reaches no attribute, file or module of Python. The current date is not given to it while training, where the same
+conversation must give the same tokens on every day: a template that cannot do without one (gpt-oss, SmolLM3, Mistral Small 3,
+Granite 3) gets the day that Llama 3's writes without one, 26 July 2024.
 
 What the assistant wrote is found in one of two ways. Where the template marks it (``{% generation %}``), the marks are
 followed. Otherwise the conversation is rendered turn by turn: the assistant's turn k is what rendering the first k messages
@@ -40,6 +41,7 @@ BUILT_IN = {
 # Characters that Unicode reserves for use inside a program: they stand around what the assistant wrote.
 _START, _END = "\ufdd0", "\ufdd1"
 
+_A_DAY = datetime(2024, 7, 26)
 _ANSWER = "What is behind this text ends it"
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -112,7 +114,8 @@ class ChatTemplate:
             messages: The turns.
             tools: Descriptions of the functions that the assistant may call.
             add_generation_prompt: End with what begins the assistant's turn.
-            now: Gives ``strftime_now`` to the template; None leaves it undefined.
+            now: Gives ``strftime_now`` to the template; None leaves it undefined, but for one that calls it without asking
+                whether it is there: that gets a fixed day.
             variables: Further variables of the template.
 
         Raises:
@@ -214,6 +217,9 @@ class ChatTemplate:
                 AttributeError,
                 RecursionError,
             ) as err:
+                if "'strftime_now' is undefined" in str(err) and "strftime_now" not in given:
+                    given["strftime_now"] = _A_DAY.strftime
+                    return write(messages)
                 raise ValueError(f"the chat template refuses the conversation ({err})") from err
 
         text = write(messages)
