@@ -220,6 +220,18 @@ def test_the_layer_compiles_to_one_graph_that_counts_the_same(padding: Tensor | 
         assert layer.load.tolist() == [n * (step + 1) for n in load]
 
 
+def test_padding_goes_to_all_experts_alike_and_changes_no_other_token() -> None:
+    layer, x = make(), torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(3))
+    x[:, 8:] = x[:, 8]  # alike: by their scores all would choose the same experts
+    rows: list[int] = []
+    layer.experts.register_forward_pre_hook(lambda _, args: rows.extend(args[1].tolist()))
+    padding = torch.arange(64)[None] >= 8
+    out = layer(x, padding)
+    assert max(rows) <= 8 + 56 * 2 // 8
+    assert_close(out[:, :8].detach(), layer(x)[:, :8].detach())
+    assert max(rows) >= 56
+
+
 def test_padding_of_other_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match=r"padding of \[3, 20\] for tokens of \[3, 10\].*style 'positions'"):
         make()(batch()[0], torch.zeros(3, 20, dtype=torch.bool))

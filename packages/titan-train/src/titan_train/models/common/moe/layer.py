@@ -12,7 +12,8 @@ not change it; where rows are cut over ranks, `MoE.sequence_group` names them an
 (arXiv:2202.08906) is the mean over a row of the squared log-sum-exp of the logits. Both are means over the rows of the
 whole step, whose number `set_aux_scale` sets; until then, and in eval mode, they give no gradient.
 
-Padding is computed like any token, but is not observed: it counts in no load, bias or loss, as if rows ended before it.
+Padding is not observed: it counts in no load, bias or loss, as if rows ended before it. Its tokens are all alike and would choose
+the same experts, for which the ranks of the others would wait; they go to all experts in turn.
 
 Shapes: B rows, S tokens of a row, T = B * S, d width, E experts, K experts a token.
 """
@@ -88,12 +89,16 @@ class MoE(nn.Module):
         if self.load.device != x.device:
             self.count_on(x.device)
         routing: Routing = self.router(tokens, bias)
-        by_row = count_choices(routing.experts, x.shape[0], self.args.num_experts)
+        chosen = routing.experts
+        if padding is not None:
+            in_turn = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % self.args.num_experts
+            chosen = torch.where(padding.reshape(-1, 1), in_turn, chosen)
+        by_row = count_choices(chosen, x.shape[0], self.args.num_experts)
         observed = self.training and torch.is_grad_enabled()
         weights = self._observe(routing, by_row, padding) if observed else routing.weights
         shared = self.shared_experts
         beside = None if shared is None else lambda: shared(x).flatten(0, -2)
-        return self.dispatch(tokens, weights, routing.experts, by_row.sum(0), self.experts, beside).view_as(x)
+        return self.dispatch(tokens, weights, chosen, by_row.sum(0), self.experts, beside).view_as(x)
 
     def _observe(self, routing: Routing, by_row: Tensor, padding: Tensor | None) -> Tensor:
         """The routing weights; their backward counts the load and gives the auxiliary losses their gradient."""
