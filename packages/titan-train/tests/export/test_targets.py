@@ -33,6 +33,7 @@ from titan_train.models.registry import families
 from titan_train.run_folder import read_config
 from titan_train.serve.folder import load_served
 from titan_train.tokenizers import ByteTokenizer
+from titan_train.tokenizers.chat_template import BUILT_IN
 
 DENSE = {
     "llama3_debug": {"rope_factor": 8.0, "rope_original_seq_len": 16},
@@ -157,6 +158,22 @@ def test_experts_that_transformers_lacks_are_exported_where_no_class_of_it_is_ne
     )
     with pytest.raises(ValueError, match="does not compute num_shared_experts=1"):
         export_run(run_dir, tmp_path / "hf", to=["hf"])
+
+
+def test_gguf_of_a_chat_run_holds_its_template_and_the_token_that_ends_an_answer(folder: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    source = BUILT_IN["chatml"].replace("<|im_end|>", "<pad>")
+    (tmp_path / "template.jinja").write_text(source)
+    tokenizer = {"kind": "bytes", "chat_template": str(tmp_path / "template.jinja")}
+    run_dir = trained(folder, "llama3_debug", run="chat", steps=0, tokenizer=tokenizer)
+    checks = export_run(run_dir, tmp_path / "model", to=["gguf"], dtype="fp32")["gguf"]
+    assert all(check.passed for check in checks)
+    fields = gguf.GGUFReader(tmp_path / "model" / "model.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == source
+    assert (fields["tokenizer.ggml.eos_token_id"].contents(), fields["tokenizer.ggml.eot_token_id"].contents()) == (
+        257,
+        258,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "q8_0"])

@@ -242,8 +242,10 @@ def _write(target: Target, folder: Path, job: Job) -> None:
         source = folder.with_name(f".{folder.name}.hf")
         try:
             _write_hf(source, job)
-            kind = cast("GgufType", job.dtype)
-            write_gguf(folder, source, run.tokenizer, name=job.name, dtype=kind, add_bos=add_bos)
+            write_gguf(
+                folder, source, run.tokenizer, name=job.name, dtype=cast("GgufType", job.dtype), add_bos=add_bos,
+                template=run.template,
+            )  # fmt: skip
         finally:
             shutil.rmtree(source, ignore_errors=True)
     elif target == "onnx":

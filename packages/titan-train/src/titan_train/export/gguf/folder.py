@@ -1,6 +1,6 @@
 """A run's model as GGUF, the format of llama.cpp.
 
-    model.gguf     weights, settings and tokenizer
+    model.gguf     weights, settings, tokenizer and chat template
 
 It is made of an exported Hugging Face folder, one tensor at a time. Names come from the `gguf` library. What llama.cpp lays
 out in another way is translated here: its architecture ``llama`` pairs neighbouring rotary channels, so rows of queries and
@@ -28,7 +28,7 @@ from titan_train.export.gguf.tokenizer import write_tokenizer
 from titan_train.files import read_text
 from titan_train.lazy import require
 from titan_train.models.deepseek.attention import LATENT_EPS
-from titan_train.tokenizers import Tokenizer
+from titan_train.tokenizers import ChatTemplate, Tokenizer
 
 GgufType = Literal["fp32", "bf16", "fp16", "q8_0"]
 FILE = "model.gguf"
@@ -53,7 +53,14 @@ _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|do
 
 
 def write_gguf(
-    folder: Path, hf_folder: Path, tokenizer: Tokenizer, *, name: str, dtype: GgufType, add_bos: bool = False
+    folder: Path,
+    hf_folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    name: str,
+    dtype: GgufType,
+    add_bos: bool = False,
+    template: ChatTemplate | None = None,
 ) -> None:
     """Write the file into a new folder.
 
@@ -64,6 +71,7 @@ def write_gguf(
         name: Of the model.
         dtype: How matrices are stored.
         add_bos: As of `write_tokenizer`.
+        template: As of `write_tokenizer`.
 
     Raises:
         ValueError: The gguf library is missing, or llama.cpp has no architecture or tokenizer that computes the same.
@@ -78,7 +86,7 @@ def write_gguf(
     try:
         writer.add_name(name)
         _write_settings(writer, config)
-        write_tokenizer(writer, tokenizer, rows=config["vocab_size"], add_bos=add_bos)
+        write_tokenizer(writer, tokenizer, rows=config["vocab_size"], add_bos=add_bos, template=template)
         sources = dict(_sources(hf_folder, config, architecture))
         kinds = {key: _kind(gguf, key, source, dtype) for key, source in sources.items()}
         for key, source in sources.items():

@@ -230,9 +230,9 @@ class LlamaCpp:
                 },
             )  # fmt: skip
             found += [int(token) for token in answer["tokens"]]
-            if len(found) < count and (not found or found[-1] != self._eos):
+            if len(answer["tokens"]) < max(1, answer["tokens_predicted"]):
                 found.append(self._eos)  # it stopped there and does not say so
-        return found
+        return found[:count]
 
     def ids(self, text: str) -> list[int]:
         answer = self._ask("tokenize", {"content": text, "add_special": False, "parse_special": False})

@@ -7,7 +7,14 @@ BPE with scores (``llama``). Both ways, no token is added after a text, and one 
 from typing import Any
 
 from titan_train.export.tokenizer_json import byte_level_vocabulary
-from titan_train.tokenizers import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
+from titan_train.tokenizers import (
+    ByteTokenizer,
+    ChatTemplate,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+)
+from titan_train.tokenizers.chat_template import answer_stops
 from titan_train.tokenizers.sentencepiece_model import read_pieces
 from titan_train.tokenizers.tiktoken import PATTERNS
 
@@ -41,7 +48,9 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
         raise ValueError(f"--to gguf: tokenizers of kind {tokenizer.kind} are not written as GGUF. Use --to hf.")
 
 
-def write_tokenizer(writer: Any, tokenizer: Tokenizer, *, rows: int, add_bos: bool = False) -> None:
+def write_tokenizer(
+    writer: Any, tokenizer: Tokenizer, *, rows: int, add_bos: bool = False, template: ChatTemplate | None = None
+) -> None:
     """Add a tokenizer to a file.
 
     Args:
@@ -49,6 +58,7 @@ def write_tokenizer(writer: Any, tokenizer: Tokenizer, *, rows: int, add_bos: bo
         tokenizer: The run's.
         rows: Of the embedding; ids that the tokenizer lacks become unused tokens.
         add_bos: Begin each text with the beginning-of-text token.
+        template: Writes conversations; where it ends an answer with a special token, that ends a turn.
 
     Raises:
         ValueError: llama.cpp has no tokenizer that gives the same ids.
@@ -72,6 +82,13 @@ def write_tokenizer(writer: Any, tokenizer: Tokenizer, *, rows: int, add_bos: bo
     writer.add_add_bos_token(add_bos and tokenizer.bos_id is not None)
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(False)
+    if template is None:
+        return
+    named = {"default": template.source, **({"tool_use": template.tool_use} if template.tool_use else {})}
+    writer.add_chat_template([{"name": name, "template": text} for name, text in named.items()])
+    for token_id in answer_stops(tokenizer, template)[0]:
+        if token_id != tokenizer.eos_id:
+            writer.add_eot_token_id(token_id)
 
 
 def _byte_level(writer: Any, tokenizer: ByteTokenizer | TiktokenTokenizer) -> tuple[list[str], list[int]]:
