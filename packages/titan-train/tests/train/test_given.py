@@ -31,7 +31,7 @@ from titan_train.tasks.vision.task import VisionTask
 from titan_train.train import process
 from titan_train.train.best import BestValidation
 from titan_train.train.checkpoints import RankState
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 STEPS, ROWS, LENGTH = 4, 4, 32
 
@@ -260,19 +260,48 @@ def test_a_distributed_sampler_draws_each_pass_anew_and_a_resume_finds_the_pass(
 
 def test_a_smaller_last_batch_is_refused_where_it_will_be_taken():
     loader = DataLoader(torch.arange(3 * ROWS + 1), ROWS)
-    with pytest.raises(
-        ValueError, match=r"of 13 samples with batch_size=4: the last batch of a pass has 1.*drop_last=True"
-    ):
-        iterated(loader)
-    iterated(DataLoader(torch.arange(3 * ROWS + 1), ROWS, drop_last=True))
     iterated(loader, steps=3)  # a validation that ends before it
-    with pytest.raises(ValueError, match="drop_last=True"):
-        iterated(loader, steps=4)
+    for refused in (lambda: iterated(loader, steps=4), lambda: iterated(loader).check_steps(4)):
+        with pytest.raises(
+            ValueError, match=r"of 13 samples with batch_size=4: the last batch of a pass has 1.*drop_last"
+        ):
+            refused()
+    iterated(DataLoader(torch.arange(3 * ROWS + 1), ROWS, drop_last=True), steps=4)
     whole, rest = Counting(0, 1).given[0], (torch.zeros(1, 8, dtype=torch.int64),) * 2
     given = iterated([whole, rest])
     next(given)
     with pytest.raises(ValueError, match=r"gave tokens of \[1, 8\].*drop_last=True"):
         next(given)
+    resumed = iterated(DataLoader(torch.arange(3 * ROWS + 1), ROWS))
+    resumed.load_state_dict({"iterated_samples": 2 * ROWS})
+    resumed.check_steps(1)
+    with pytest.raises(ValueError, match="drop_last=True"):
+        resumed.check_steps(2)
+
+
+def test_a_run_refuses_a_smaller_last_batch_at_its_start_if_it_comes_so_far(tmp_path):
+    rows = TensorDataset(*(torch.cat(part)[:-1] for part in zip(*batches(), strict=True)))
+    loader = DataLoader(rows, ROWS)
+    assert len(fit(config(tmp_path, "short", train={"steps": 2}), data=loader, until=2).losses) == 2
+    for name, data in (("data", loader), ("validation_data", batches())):
+        with pytest.raises(ValueError, match=f"{name} is a DataLoader of 11 samples"):
+            Trainer(config(tmp_path, name, validation={"every": 4, "steps": 3}), data=data, validation_data=loader)
+
+
+def test_a_collator_that_packs_samples_into_a_row_takes_any_number_of_them(tmp_path):
+    """As `DataCollatorWithFlattening` does: three samples make one row."""
+
+    def flatten(samples):
+        ids = torch.cat(samples)[None]
+        return {
+            "input_ids": ids,
+            "labels": ids,
+            "position_ids": torch.cat([torch.arange(len(x)) for x in samples])[None],
+        }
+
+    loader = DataLoader([torch.arange(10)] * 7, 3, collate_fn=flatten)
+    settings = config(tmp_path, "flat", train={"global_batch": 1}, validation={"every": 2, "steps": 3})
+    assert len(fit(settings, data=loader, validation_data=loader).losses) == STEPS
 
 
 @pytest.mark.parametrize("kind", ["token", "label"])

@@ -4,7 +4,7 @@ A run folder records the configuration, not these: a resume, and a `Trainer` on 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,7 +48,7 @@ def build_loader(
                 "so each must be able to read any row. Pass a BatchSource, or set context.dynamic=false."
             )
         fixed = config.parallel.pp > 1 or config.parallel.cp > 1
-        if steps is not None and iter(cast("Iterable[Any]", batches)) is batches:
+        if steps is not None and isinstance(batches, Iterator):
             raise ValueError(
                 "validation_data is a generator or another iterator, which is used up after one validation. Pass a list, a "
                 "DataLoader, or a BatchSource."

@@ -232,13 +232,15 @@ class TrainingLoop(ObservedRun):
 
     def _data_lacks(self, step: int) -> str:
         """Why the data does not last for the steps after ``step``, from where it was read to; empty if it does."""
-        if isinstance(self._loader, DataLoader):
-            left = max(0, self.config.train.steps - step)
-            needed = self.batch_plan.ramp.consumed_after(left, self._loader.samples_consumed)
-            try:
+        left = max(0, self.config.train.steps - step)
+        try:
+            if isinstance(self._loader, DataLoader):
+                needed = self.batch_plan.ramp.consumed_after(left, self._loader.samples_consumed)
                 self._inputs.train.check_samples(needed)
-            except ValueError as err:
-                return str(err)
+            else:
+                self._loader.check_steps(left)
+        except ValueError as err:
+            return str(err)
         return ""
 
     def _minutes_due(self) -> bool:

@@ -185,6 +185,9 @@ class Trainer(TrainingLoop):
         )
         self.scheduler = build_scheduler(self.optimizer, config.schedule, total_steps=config.train.steps)
         self._loader = self._make_loader(self._inputs.train, plan.batch.ramp)
+        if self._validation_data is not None and config.validation.every:
+            # what it refuses, it refuses now and not after hours
+            self._make_loader(self._validation_data, steps=config.validation.steps).close()
         check_measured(config, held_out=self._inputs.validation is not None, given=self._data is not None)
         measured = measurement(config, self._inputs.validation, plan.batch.global_batch)
         self._best = BestValidation(config.validation.patience, measured)

@@ -54,7 +54,7 @@ class IteratedBatches:
         name: Of the argument, for messages.
 
     Raises:
-        ValueError: It cannot be iterated over, or is a torch ``DataLoader`` whose last microbatch of a pass is smaller.
+        ValueError: It cannot be iterated over, or is a torch ``DataLoader`` that `check_steps` refuses for ``steps``.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class IteratedBatches:
         self._taken = 0  # samples of all ranks, those of the step in progress too
         self._since_start = 0  # microbatches since the iterator began anew
         self._loaded = False  # the iterable continues where it was saved, which may be its end
-        self._check_last()
+        if steps is not None:
+            self.check_steps(steps)
 
     @property
     def global_batch(self) -> int:
@@ -128,6 +129,30 @@ class IteratedBatches:
     def lacking(self, batches: Iterable[Any]) -> int:
         """The tokens that microbatches of text are short of rows of ``seq_len``."""
         return sum(self._rows * self._seq_len - b.tokens.numel() for b in batches if isinstance(b, Batch))
+
+    def check_steps(self, steps: int) -> None:
+        """Refuse a torch ``DataLoader`` whose smaller last microbatch of a pass is among those of ``steps`` further steps.
+
+        Raises:
+            ValueError: It needs ``drop_last=True``.
+        """
+        from torch.utils.data import DataLoader as TorchLoader
+
+        given = self._given
+        if (
+            not isinstance(given, TorchLoader)
+            or given.batch_size != self._rows  # its samples are no rows: a collator packs them
+            or given.drop_last
+            or not isinstance(given.sampler, Sized)
+        ):
+            return
+        left = len(given.sampler) % self._rows
+        samples = self._taken + self._ramp.consumed_after(steps, self._samples) - self._samples
+        if left and samples // (self._dp_size * self._rows) >= len(given):
+            raise ValueError(
+                f"{self._name} is a DataLoader of {len(given.sampler)} samples with batch_size={given.batch_size}: the last "
+                f"batch of a pass has {left}, and microbatches must be of one size. {_DROP_LAST}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Samples taken, and the iterable's own state if it has one."""
@@ -226,25 +251,6 @@ class IteratedBatches:
             if hasattr(part, "set_epoch"):
                 cast("Any", part).set_epoch(self._passes)
         self._passes += 1
-
-    def _check_last(self) -> None:
-        """Refuse a torch loader whose last microbatch of a pass is smaller, if it will be taken."""
-        from torch.utils.data import DataLoader as TorchLoader
-
-        given = self._given
-        if (
-            not isinstance(given, TorchLoader)
-            or not given.batch_size
-            or given.drop_last
-            or not isinstance(given.sampler, Sized)
-        ):
-            return
-        left = len(given.sampler) % given.batch_size
-        if left and (self._steps is None or self._steps * self.microbatches_per_step >= len(given)):
-            raise ValueError(
-                f"{self._name} is a DataLoader of {len(given.sampler)} samples with batch_size={given.batch_size}: the last "
-                f"batch of a pass has {left}, and microbatches must be of one size. {_DROP_LAST}"
-            )
 
     def _batch(self, item: Any, samples: int) -> Batch:
         import torch
