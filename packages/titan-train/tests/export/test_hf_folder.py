@@ -297,3 +297,16 @@ def test_a_model_keeps_the_positions_of_the_folder_that_it_started_from(
         model = dataclasses.replace(run.config.model, init=init)
         started = dataclasses.replace(run, config=dataclasses.replace(run.config, model=model))
         assert hf_config(started, LLAMA_FAMILY, "bf16")["max_position_embeddings"] == positions
+
+
+def test_a_model_that_sees_has_its_positions_where_transformers_reads_them(
+    loaded_run: Callable[..., LoadedRun], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 40960}}')
+    run = loaded_run("qwen3_vl_debug")
+    for init, positions in ((f"hf:{tmp_path}", 40960), ("", run.config.model.seq_len)):
+        model = dataclasses.replace(run.config.model, init=init)
+        started = dataclasses.replace(run, config=dataclasses.replace(run.config, model=model))
+        config = hf_config(started, families()["qwen3_vl"], "bf16")
+        assert "max_position_embeddings" not in config
+        assert transformers.Qwen3VLConfig.from_dict(config).text_config.max_position_embeddings == positions

@@ -89,10 +89,11 @@ def hf_config(run: LoadedRun, family: Family, dtype: ExportDtype) -> dict[str, A
     """The content of ``config.json``."""
     args: Any = run.model.args
     config = family.load_hf().config_of(args)
-    scaling = config.get("rope_scaling") or {}
+    text = config["text_config"] if isinstance(args, EncoderArgs) else config
+    scaling = text.get("rope_scaling") or {}
     stretched = int(scaling.get("original_max_position_embeddings", 0) * scaling.get("factor", 1))
-    if "n_positions" not in config and "max_position_embeddings" not in config:
-        config["max_position_embeddings"] = max(run.config.model.seq_len, stretched, _published_length(run))
+    if "n_positions" not in text and "max_position_embeddings" not in text:
+        text["max_position_embeddings"] = max(run.config.model.seq_len, stretched, _published_length(run))
     if dtype == "float8":
         config["quantization_config"] = float8_config(run.model, family)
     several = isinstance(config.get("eos_token_id"), list)  # not every class of transformers takes a list
@@ -111,9 +112,10 @@ def _published_length(run: LoadedRun) -> int:
     if not init.startswith(PREFIX):
         return 0
     try:
-        found = read_published(init, key="model.init").get("max_position_embeddings")
+        published = read_published(init, key="model.init")
     except ValueError:
         return 0
+    found = (published.get("text_config") or published).get("max_position_embeddings")
     return found if isinstance(found, int) else 0
 
 
