@@ -91,7 +91,7 @@ def test_another_thread_of_python_is_not_part_of_the_step(timer):
     assert timer.counts_here()
 
 
-def windows(place, *, base=None, exposed=None, latency=None, calls=10, work=None):
+def windows(place, *, base=None, exposed=None, latency=None, moving=0.0, calls=10, work=None):
     """One row per rank: 100 ms of a step, but for what ``base`` and the others say by rank."""
     rows = []
     for rank in range(place.world_size):
@@ -101,7 +101,7 @@ def windows(place, *, base=None, exposed=None, latency=None, calls=10, work=None
         for axis in place.groups:
             totals = timer.totals(axis)
             totals.calls, totals.sent_bytes = calls, 1e6
-            totals.exposed_s = (exposed or {}).get((rank, axis), 0.001)
+            totals.exposed_s, totals.moving_s = (exposed or {}).get((rank, axis), 0.001), moving
             totals.add_call((latency or {}).get((rank, axis), 1e-4), 1e5)
         timer.phases.update(seconds)
         timer.steps = 1
@@ -186,6 +186,14 @@ def test_a_link_is_slow_when_even_its_shortest_call_is_and_nobody_was_late():
     # one call that waited for nobody was quick: the others came late, the link is well
     mixed = windows(place, exposed=waits, latency={(0, "tp"): 0.01})
     assert find_causes(mixed, place, quickest=shortest_calls(even, place)) == []
+
+
+def test_a_link_of_a_pipeline_is_slow_when_the_messages_of_one_of_its_ranks_are():
+    place = Place(2, {"pp": ((0, 1),)})
+    waits = {(0, "pp"): 0.1, (1, "pp"): 0.1}
+    even, late = (windows(place, exposed=waits, latency=slow, moving=0.001) for slow in ({}, {(1, "pp"): 0.01}))
+    (cause,) = find_causes(late, place, quickest=shortest_calls(even, place))
+    assert (cause.kind, cause.ranks, cause.axis) == ("slow link", (0, 1), "pp")
 
 
 def test_a_timer_that_is_off_keeps_nothing(timer):

@@ -92,15 +92,17 @@ def find_causes(
 def shortest_calls(split: StepSplit, place: Place) -> dict[tuple[str, int], float]:
     """Seconds of the shortest call of each group, by axis and number of the group.
 
-    A call ends for all ranks of a group together. So the rank that came last has the shortest, and the group's own is the
-    smallest of its ranks'.
+    A collective ends for all ranks of a group together. So the rank that came last has the shortest, and the group's own is the
+    smallest of its ranks'. A pipeline's message is timed from its arrival by the rank that reads it, and each rank by its own
+    link: the group's own is the largest.
     """
     found: dict[tuple[str, int], float] = {}
     for axis, groups in place.groups.items():
         for number, ranks in enumerate(groups):
             calls = [s for rank in ranks if (s := split.latencies[rank].get(axis, 0.0)) > 0]
             if calls and len(ranks) > 1:
-                found[axis, number] = min(calls)
+                messages = axis == "pp" and split.axes[axis].moving_s.most > 0  # a GPU's are not timed one by one
+                found[axis, number] = max(calls) if messages else min(calls)
     return found
 
 
