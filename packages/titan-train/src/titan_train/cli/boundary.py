@@ -42,8 +42,9 @@ def exit_code(command: Callable[[], int]) -> int:
         return _end("the input is nested too deeply. Flatten its tables and lists.", 2)
     except OverflowError as err:
         return _end(f"a number is too large ({err}). Choose a smaller one.", 2)
-    except MemoryError:
-        return _end("there is not enough memory for what was asked. Ask for less, or use a larger machine.", 1)
+    except MemoryError as err:
+        detail = f" ({err})" if str(err) else ""
+        return _end(f"there is not enough memory for what was asked{detail}. Ask for less, or use a larger machine.", 1)
     except SystemExit:
         raise
     except BaseException as err:

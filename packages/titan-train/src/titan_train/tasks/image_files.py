@@ -20,8 +20,10 @@ from titan_train.lazy import require
 # Those that Pillow decodes itself: for others (EPS) it starts programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "MPO", "AVIF", "JPEG2000")
 
-# An error of the name, or of a place in the file that damaged bytes name. Others are the disk's or the machine's.
-_OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+# An error of the name, of its permissions, or of a place in the file that damaged bytes name. Others are the disk's.
+_OF_THE_FILE = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EACCES, errno.EPERM,
+}  # fmt: skip
 
 
 class BrokenImage(Exception):
@@ -105,19 +107,26 @@ def open_image(file: Any, name: str) -> Generator[Any]:
     """The image in a binary file, with its header read but not its pixels; a failure inside is a `BrokenImage`.
 
     Raises:
-        BrokenImage: It is missing, or cannot be decoded.
+        BrokenImage: It is missing, may not be read, or cannot be decoded.
         ValueError: Pillow is not installed.
-        OSError: The disk does not answer, or the file may not be read: which says nothing about the image.
-        MemoryError: There is too little memory.
+        OSError: The disk does not answer, which says nothing about the image.
+        MemoryError: There is too little memory to decode it; the message names it.
     """
     Image = require("PIL.Image", extra="vision", purpose="decoding images")
     Image.init()
     known = [name for name in _FORMATS if name in Image.OPEN]
     try:
-        with file as opened, Image.open(opened, formats=known) as image:
-            yield image
-    except (BrokenImage, MemoryError):
+        with file as opened:
+            try:
+                image = Image.open(opened, formats=known)
+            except MemoryError as err:  # a header is small: damaged bytes say that a part of it is not
+                raise BrokenImage(f"{name}: its header asks for more memory than there is") from err
+            with image:
+                yield image
+    except BrokenImage:
         raise
+    except MemoryError as err:
+        raise MemoryError(f"{name} cannot be decoded in the memory that is left") from err
     except Exception as err:  # decoders raise what they like on damaged files
         if isinstance(err, OSError) and err.errno and err.errno not in _OF_THE_FILE:
             err.filename = err.filename or name

@@ -249,6 +249,46 @@ def test_a_disk_that_does_not_answer_is_no_broken_image(tmp_path, monkeypatch):
         batches.batch_of([[0]])
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
+def test_an_image_that_may_not_be_read_is_quarantined_and_one_whose_disk_fails_stays_so(tmp_path, monkeypatch, number):
+    for name in "ab":
+        marked().save(tmp_path / f"{name}.png")
+    settings = config(tmp_path, [{"prompt": "q", "answer": "r", "image": f"{name}.png"} for name in "ab"])
+    real, failing = Path.open, [number]
+
+    def fails(self, *args, **kwargs):
+        if self.name == "a.png":
+            raise OSError(failing[0], os.strerror(failing[0]))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", fails)
+    for _ in range(2):
+        index = prepare_index(settings, ARGS, again=True)
+        assert "a.png: PermissionError" in (index.parent / "quarantine.jsonl").read_text()
+        assert len(index.read_text().splitlines()) == 1
+        failing[0] = errno.EIO  # which is no reason to end a run that does without it
+
+
+def test_damaged_bytes_that_ask_for_all_memory_are_a_broken_image_and_decoding_that_does_is_named(
+    tmp_path, monkeypatch
+):
+    marked().save(tmp_path / "a.jp2")
+    content = bytearray((tmp_path / "a.jp2").read_bytes())
+    start = content.index(b"jp2h") - 4
+    content[start : start + 8] = (1).to_bytes(4, "big") + b"jp2h" + (2**45).to_bytes(8, "big")
+    (tmp_path / "a.jp2").write_bytes(content)
+    with pytest.raises(BrokenImage, match=r"a\.jp2"):
+        image_size(str(tmp_path / "a.jp2"), most=10_000)
+    marked().save(tmp_path / "b.png")
+
+    def load(self):
+        raise MemoryError
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    with pytest.raises(MemoryError, match=r"b\.png cannot be decoded"):
+        read_image(str(tmp_path / "b.png"), (4, 4), ARGS, most=10_000)
+
+
 def test_images_that_have_gone_cost_their_answers_up_to_a_limit(tmp_path):
     marked().save(tmp_path / "a.png")
     settings = config(tmp_path, [{"prompt": "q", "answer": "r", "image": "a.png"}] * 11)

@@ -142,7 +142,13 @@ def _repaired(config: Config, args: EncoderArgs, files: Sequence[Path], folder: 
     kept = read_json_lines(quarantine) if quarantine.is_file() else ()
     left_out = {(bad.get("file"), bad.get("line")) for _, _, bad in kept if isinstance(bad, dict)}
     tried = (line for file in files if left_out for line in _lines(file) if (str(line[0]), line[1]) in left_out)
-    return any(isinstance(_measure(line, config, args), Line) for line in tried)
+
+    def repaired(line: tuple[Path, int, int, dict[str, Any]]) -> bool:
+        with contextlib.suppress(OSError):  # its disk does not answer: it stays in quarantine
+            return isinstance(_measure(line, config, args), Line)
+        return False
+
+    return any(map(repaired, tried))
 
 
 def _replaced(config: Config, index: Path) -> bool:
