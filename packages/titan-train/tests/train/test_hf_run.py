@@ -69,8 +69,7 @@ def test_a_run_goes_on_and_is_exported_without_the_folder(kind: str, adapters: d
 
 def test_the_tokens_that_end_texts_are_kept_from_run_to_run(tmp_path: Path) -> None:
     from titan_train.config import parse_config
-    from titan_train.run_folder import keep_model
-    from titan_train.run_folder.contents import kept_stop_ids
+    from titan_train.run_folder import keep_model, kept_stop_ids
 
     published = tmp_path / "published"
     published.mkdir()

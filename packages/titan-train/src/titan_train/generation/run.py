@@ -19,8 +19,7 @@ from titan_train.models import build_model
 from titan_train.models.arguments import model_args
 from titan_train.models.vision_language.args import EncoderArgs
 from titan_train.optim.average import restore_averaged
-from titan_train.run_folder import checkpoint_folders, read_config
-from titan_train.run_folder.contents import kept_stop_ids
+from titan_train.run_folder import checkpoint_folders, kept_stop_ids, read_config
 from titan_train.task import load_task, task_name
 from titan_train.tokenizers import Tokenizer
 from titan_train.trust import admit_run_code

@@ -9,7 +9,7 @@
               metrics.jsonl   one line per step
               metrics.blocks.jsonl  means of 64 steps a line, made from it
               attempts.jsonl  one line per attempt: its settings, how it ended
-              model/          config.json of a model that was named by a folder of Hugging Face
+              model/          of a folder of Hugging Face: config.json of model.name, the tokens that end texts of model.init
               checkpoints/    step-*/, each complete or absent
               logs/           what each rank printed
               report.html     the run on one page
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         BEST,
         checkpoint_folders,
         keep_model,
+        kept_stop_ids,
         newest_checkpoint,
         pipeline_file,
         read_config,
@@ -75,6 +76,7 @@ __all__ = [
     "find_start",
     "is_held",
     "keep_model",
+    "kept_stop_ids",
     "lease_of_program",
     "newest_checkpoint",
     "pipeline_file",
