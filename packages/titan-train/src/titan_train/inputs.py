@@ -175,11 +175,16 @@ def run_tokenizer(config: Config, *, progress: ProgressCallback | None = None) -
         size, kind = tokenizer.vocab_size, read_pieces(tokenizer.model).kind
         fits = size == asked.vocab_size or (kind == "unigram" and size < asked.vocab_size)  # a short text gives fewer
         if kind != asked.model_type or not fits:
+            keeps = (
+                f" To begin that one with these weights and new embeddings, set model.init='run:{Path(asked.path).parent}' and "
+                "model.init_changes=['tokenizer']."
+                if size == asked.vocab_size
+                else ""
+            )
             raise ValueError(
                 f"tokenizer.vocab_size={asked.vocab_size} and model_type={asked.model_type!r}, but the weights have learned "
-                f"the vocabulary in {asked.path}: {size} ids, {kind}. Restore these settings, or choose another run.name. "
-                f"To begin that one with these weights and new embeddings, set model.init='run:{Path(asked.path).parent}' and "
-                "model.init_changes=['tokenizer']."
+                f"the vocabulary in {asked.path}: {size} ids, {kind}. Restore these settings, or begin from nothing under "
+                f"another run.name, without checkpoint.start_from.{keeps}"
             )
     return tokenizer
 

@@ -115,9 +115,17 @@ def test_changed_text_keeps_the_vocabulary_of_the_weights_in_the_run_and_its_bra
     assert train(configure(tmp_path, "branch", steps=4, **mix)) == (2, began)
     assert train(configure(tmp_path, "new", text="other.txt"))[1] != began
 
-    larger = replace(grown, tokenizer=replace(grown.tokenizer, vocab_size=306))
-    with pytest.raises(ValueError, match=r"vocab_size=306 .*run/tokenizer: 303 ids, bpe. Restore these settings"):
-        prepare_inputs(larger, quiet=True)
+    weights = r" To begin that one with these weights .*model.init='run:\S*/runs/run' and model.init_changes=\['tokenizer'\]\."
+    for change, remedy in (({"vocab_size": 306}, ""), ({"model_type": "unigram"}, weights)):
+        other = replace(grown, tokenizer=replace(grown.tokenizer, **change))
+        refusal = r"run/tokenizer: 303 ids, bpe. Restore these settings, or begin from nothing .*without checkpoint.start_from\."
+        with pytest.raises(ValueError, match=f"{refusal}{remedy}$"):
+            prepare_inputs(other, quiet=True)
+    same_size = replace(configure(tmp_path, "same"), model=replace(grown.model, init=f"run:{tmp_path / 'runs/run'}@2"))
+    same_size = replace(same_size, model=replace(same_size.model, init_changes=("tokenizer",)))
+    first, vocabulary = train(same_size)
+    assert first == 0
+    assert vocabulary != began
 
 
 def test_what_is_prepared_waits_for_no_other_preparation_and_what_is_not_waits_for_its_own_and_says_so(
