@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -153,9 +154,15 @@ def test_a_shard_that_changes_while_it_is_not_mapped_is_refused_unless_it_was_ke
     path = tmp_path / "train-00000.tok"
     content = path.read_bytes()
     path.unlink()
-    path.write_bytes(content + b"12")
-    with pytest.raises(ValueError, match=r"train-00000.tok changed while it was in use: it has 72 bytes and had 70"):
-        source.window(0, 3)
+    for other, how in (
+        (content + b"12", "it has 72 bytes and had 70"),
+        (b"", "it has 0 bytes"),
+        (content, "it was written to"),
+    ):
+        path.write_bytes(other)
+        os.utime(path, ns=(1, 1))
+        with pytest.raises(ValueError, match=f"train-00000.tok changed while it was in use: {how}"):
+            source.window(0, 3)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"train-00000.tok"):
         source.window(0, 3)

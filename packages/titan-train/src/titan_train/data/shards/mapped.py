@@ -5,6 +5,7 @@ pair of files for every 268 million tokens. So a file is mapped when it is first
 mapped after it. What a reader holds of it stays valid.
 """
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -31,6 +32,7 @@ class FileMap:
 
     def __init__(self, path: Path, size: int, *, keep: bool = False) -> None:
         self.path, self.size = path, size
+        self._written_at = 0  # (ns) as it was mapped first; what file systems of user space give as st_ino may change
         self._content = self._map() if keep else None
 
     @property
@@ -39,7 +41,7 @@ class FileMap:
 
         Raises:
             OSError: It is gone.
-            ValueError: It has another size now.
+            ValueError: It has another size now, or was written to since it was mapped first.
         """
         if (content := self._content) is not None:
             return content
@@ -58,10 +60,14 @@ class FileMap:
         return self.content[offset : offset + count * dtype.itemsize].view(dtype)
 
     def _map(self) -> npt.NDArray[np.uint8]:
-        content = np.memmap(self.path, dtype=np.uint8, mode="r").view(np.ndarray)
-        if content.size != self.size:
-            raise ValueError(
-                f"{self.path} changed while it was in use: it has {content.size} bytes and had {self.size} before. Restore it, "
-                "or start again with what is there now."
-            )
-        return content
+        with self.path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            written_at = self._written_at or about.st_mtime_ns
+            if about.st_size != self.size or about.st_mtime_ns != written_at:
+                sizes = f"it has {about.st_size} bytes and had {self.size} before"
+                how = "it was written to" if about.st_size == self.size else sizes
+                raise ValueError(
+                    f"{self.path} changed while it was in use: {how}. Restore it, or start again with what is there now."
+                )
+            self._written_at = written_at
+            return np.memmap(file, dtype=np.uint8, mode="r").view(np.ndarray)
