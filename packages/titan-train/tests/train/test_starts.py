@@ -181,7 +181,7 @@ def test_the_data_of_a_branch_is_not_opened_where_that_would_prepare_it(folder, 
             raise AssertionError
 
     folder, _ = folder
-    config = configure(folder, "branch", checkpoint={"start_from": f"{folder}/runs/parent@4"})
+    config = configure(folder, "unopened", checkpoint={"start_from": f"{folder}/runs/parent@4"})
     whole = build_model(config.model, vocab_size=259)
     with pytest.raises(AssertionError):
         check_branch(config, whole, Opened())
