@@ -26,7 +26,7 @@ from titan_train.data import (
 )
 from titan_train.data.tokenizer import is_trained
 from titan_train.files import local_path, read_text, write_atomic
-from titan_train.run_folder import check_writable, continued_folder
+from titan_train.run_folder import check_writable, continued_folder, in_folder
 from titan_train.task import Task, TaskInputs, task_name
 from titan_train.tokenizers import ChatTemplate, LabelBytes, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from titan_train.tokenizers.huggingface import TEMPLATE_NAME
@@ -189,12 +189,18 @@ def run_tokenizer(config: Config, *, progress: ProgressCallback | None = None) -
     return tokenizer
 
 
-def prepare_inputs(config: Config, *, quiet: bool = False) -> None:
-    """Train the tokenizer and tokenize the corpus, unless the cache has both. Shows progress.
+def prepare_inputs(config: Config, run_dir: Path | str | None = None, *, quiet: bool = False) -> None:
+    """Train the tokenizer and tokenize the corpus, unless the cache has both.
+
+    Args:
+        config: The run's configuration.
+        run_dir: The run's folder, as a `titan_train.Trainer` gets it; the default is ``run.dir/run.name``.
+        quiet: Show no progress.
 
     Raises:
         ValueError: A source or the tokenizer cannot work; malformed input names file, line and byte.
     """
+    config = config if run_dir is None else in_folder(config, Path(run_dir))
     with _progress(quiet) as progress:
         tokenizer = run_tokenizer(config, progress=progress)
         prepare(config.data, tokenizer, progress=progress, template=build_chat_template(config.tokenizer, tokenizer))

@@ -6,7 +6,8 @@ import threading
 from dataclasses import replace
 
 import pytest
-from titan_train.config import parse_config
+from titan_train.cli import main
+from titan_train.config import dump_config, parse_config
 from titan_train.data import prepared, tokenizer
 from titan_train.inputs import (
     load_saved_tokenizer,
@@ -126,6 +127,26 @@ def test_changed_text_keeps_the_vocabulary_of_the_weights_in_the_run_and_its_bra
     first, vocabulary = train(same_size)
     assert first == 0
     assert vocabulary != began
+
+
+def test_data_prepare_refuses_a_vocabulary_that_the_weights_have_not_learned(tmp_path, capsys):
+    write_texts(tmp_path / "1.jsonl", "apples")
+    train(configure(tmp_path))
+    (tmp_path / "run.toml").write_text(dump_config(configure(tmp_path)))
+    assert main(["data", "prepare", str(tmp_path / "run.toml"), "--tokenizer.vocab-size", "306"]) == 2
+    assert "run/tokenizer: 303 ids, bpe. Restore these settings" in capsys.readouterr().err
+
+
+def test_a_run_in_a_folder_of_its_own_is_prepared_with_the_vocabulary_of_that_folder(tmp_path):
+    write_texts(tmp_path / "1.jsonl", "apples")
+    config, elsewhere = configure(tmp_path), tmp_path / "elsewhere"
+    with Trainer(config, elsewhere) as trainer:
+        trainer.fit()
+    write_texts(tmp_path / "1.jsonl", "pears")
+    grown = configure(tmp_path, steps=4, allow_data_change=True)
+    prepare_inputs(grown, elsewhere, quiet=True)
+    opened = open_inputs(replace(grown, run=replace(grown.run, dir=str(tmp_path), name="elsewhere")))
+    assert opened.tokenizer.fingerprint == load_tokenizer(elsewhere / "tokenizer").fingerprint
 
 
 def test_what_is_prepared_waits_for_no_other_preparation_and_what_is_not_waits_for_its_own_and_says_so(

@@ -32,10 +32,11 @@ def prepare(parser: CommandParser, words: Sequence[str]) -> int:
     arguments, settings = parser.parse_with_settings(words)
     config = parser.read_config(arguments.config, settings)
 
-    from titan_train.inputs import learned_tokenizer
+    from titan_train.inputs import check_inputs, learned_tokenizer
     from titan_train.task import load_task, task_name
 
     if (task := task_name(config)) == "text":
+        check_inputs(config)  # refuses a vocabulary other than the one that the run's weights have learned
         prepare_sources(config.data, learned_tokenizer(config))
     else:
         load_task(config).prepare(config)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from titan_train.run_folder.contents import (
         BEST,
         checkpoint_folders,
+        in_folder,
         keep_model,
         kept_stop_ids,
         newest_checkpoint,
@@ -74,6 +75,7 @@ __all__ = [
     "continued_folder",
     "discard",
     "find_start",
+    "in_folder",
     "is_held",
     "keep_model",
     "kept_stop_ids",

@@ -33,6 +33,16 @@ def run_folder(config: Config) -> Path:
     return Path(config.run.dir).expanduser() / config.run.name
 
 
+def in_folder(config: Config, run_dir: Path) -> Config:
+    """The configuration whose run's folder is ``run_dir``: there a task looks for what the run began with."""
+    folder = run_dir.resolve()
+    if folder == run_folder(config).resolve():
+        return config
+    with contextlib.suppress(ValueError):  # a name that no run may have
+        config = replace(config, run=replace(config.run, dir=str(folder.parent), name=folder.name))
+    return config
+
+
 def read_config(run_dir: Path) -> Config:
     """The resolved configuration that a run was started with; its model is that of the run folder's own copy of ``config.json``.
 

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from titan_train.parallel.qk_clip import QKClip, layer_of
 from titan_train.run_folder import (
     check_unused,
     discard,
+    in_folder,
     keep_model,
     lease_of_program,
     run_folder,
@@ -83,7 +83,7 @@ class Trainer(TrainingLoop):
         """Build everything and resume from the run's last valid checkpoint, if it has one.
 
         In one process that no launcher started, the tokenizer and the token shards are prepared first if they are
-        missing; several ranks need `titan_train.inputs.prepare_inputs` to have run.
+        missing; several ranks need `titan_train.inputs.prepare_inputs` to have run, for the same ``run_dir``.
 
         Args:
             config: The run's configuration.
@@ -106,7 +106,7 @@ class Trainer(TrainingLoop):
         self.run_dir = Path(run_dir) if run_dir is not None else run_folder(config)
         if monitor is None:  # a launcher's command has looked, and its restarts resume
             check_unused(config, self.run_dir)
-            config = _in_folder(config, self.run_dir)
+            config = in_folder(config, self.run_dir)
         self._as_given = resolve_same_starts(config, self.run_dir)
         self.config = config = with_kept_model(self._as_given, self.run_dir)
         self.task = task or load_task(config)
@@ -154,7 +154,7 @@ class Trainer(TrainingLoop):
             self.mesh, sequence_parallel=config.parallel.sequence_parallel, shared_over=config.context.axis
         )
         if self._data is None:
-            self._inputs: TaskInputs = self.task.open(_in_folder(config, self.run_dir))
+            self._inputs: TaskInputs = self.task.open(in_folder(config, self.run_dir))
             if world_size > 1:
                 check_same_inputs(self._inputs)
         else:
@@ -368,13 +368,3 @@ class Trainer(TrainingLoop):
             self.close()
         else:
             self.abandon()
-
-
-def _in_folder(config: Config, run_dir: Path) -> Config:
-    """The configuration whose run's folder is ``run_dir``: there a task looks for what the run began with."""
-    folder = run_dir.resolve()
-    if folder == run_folder(config).resolve():
-        return config
-    with contextlib.suppress(ValueError):  # a name that no run may have
-        config = replace(config, run=replace(config.run, dir=str(folder.parent), name=folder.name))
-    return config
