@@ -60,7 +60,7 @@ class ImageTextBatches(BatchSource):
             part: Validation takes rows in order.
             threads: That decode images.
             begin: Ids that every document begins with.
-            max_bad_fraction: Share of the documents whose images may be broken.
+            max_bad_fraction: Share of the documents whose images may be broken for this rank, which knows of its own alone.
 
         Raises:
             ValueError: There is no document, or one is longer than a row.
@@ -114,7 +114,7 @@ class ImageTextBatches(BatchSource):
         if len(self._broken) > self._max_bad_fraction * max(len(self.items), _FEW):
             raise ValueError(
                 f"{len(self._broken)} of {len(self.items)} documents for {self._part} have images that were there when they were "
-                f"indexed and cannot be read now, more than data.max_bad_fraction={self._max_bad_fraction} allows; one is "
+                f"indexed and that this rank cannot read now, more than data.max_bad_fraction={self._max_bad_fraction} allows; one is "
                 f"{self.items.name(max(self._broken))}. Bring the files back (is their disk mounted?), or raise the limit."
             )
         layout = RowLayout(len(rows), self.seq_len, self._tokenizer.eos_id, ignore_index)
