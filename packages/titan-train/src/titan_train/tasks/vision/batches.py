@@ -114,8 +114,8 @@ class ImageTextBatches(BatchSource):
         if len(self._broken) > self._max_bad_fraction * max(len(self.items), _FEW):
             raise ValueError(
                 f"{len(self._broken)} of {len(self.items)} documents for {self._part} have images that were there when they were "
-                f"indexed and that this rank cannot read now, more than data.max_bad_fraction={self._max_bad_fraction} allows; one is "
-                f"{self.items.name(max(self._broken))}. Bring the files back (is their disk mounted?), or raise the limit."
+                f"indexed and that this rank cannot read now, more than data.max_bad_fraction={self._max_bad_fraction} allows; "
+                f"one is {self.items.name(max(self._broken))}. Bring the files back (is their disk mounted?), or raise the limit."
             )
         layout = RowLayout(len(rows), self.seq_len, self._tokenizer.eos_id, ignore_index)
         pixels: list[FloatArray] = []
