@@ -175,12 +175,18 @@ def run_tokenizer(config: Config, *, progress: ProgressCallback | None = None) -
         size, kind = tokenizer.vocab_size, read_pieces(tokenizer.model).kind
         fits = size == asked.vocab_size or (kind == "unigram" and size < asked.vocab_size)  # a short text gives fewer
         if kind != asked.model_type or not fits:
-            keeps = (
-                f" To begin that one with these weights and new embeddings, set model.init='run:{Path(asked.path).parent}' and "
-                "model.init_changes=['tokenizer']."
-                if size == asked.vocab_size
-                else ""
-            )
+            run, keeps = Path(asked.path).parent, ""
+            if size == asked.vocab_size:
+                keeps = (
+                    f" To begin that one with these weights and new embeddings, set model.init='run:{run}' and "
+                    "model.init_changes=['tokenizer']."
+                )
+            elif size < asked.vocab_size:
+                keeps = (
+                    f" To begin that one with these weights and a larger vocabulary, run `titan-train export {run} --out DIR`, "
+                    "and set model.name and model.init to 'hf:DIR', model.init_changes=['tokenizer', 'vocab_size'] and "
+                    f"model.args.vocab_size={asked.vocab_size}."
+                )
             raise ValueError(
                 f"tokenizer.vocab_size={asked.vocab_size} and model_type={asked.model_type!r}, but the weights have learned "
                 f"the vocabulary in {asked.path}: {size} ids, {kind}. Restore these settings, or begin from nothing under "

@@ -117,7 +117,12 @@ def test_changed_text_keeps_the_vocabulary_of_the_weights_in_the_run_and_its_bra
     assert train(configure(tmp_path, "new", text="other.txt"))[1] != began
 
     weights = r" To begin that one with these weights .*model.init='run:\S*/runs/run' and model.init_changes=\['tokenizer'\]\."
-    for change, remedy in (({"vocab_size": 306}, ""), ({"model_type": "unigram"}, weights)):
+    larger = r" To begin .* larger vocabulary, run `titan-train export \S*/runs/run --out DIR`, .*model.args.vocab_size=306\."
+    for change, remedy in (
+        ({"vocab_size": 306}, larger),
+        ({"vocab_size": 301}, ""),
+        ({"model_type": "unigram"}, weights),
+    ):
         other = replace(grown, tokenizer=replace(grown.tokenizer, **change))
         refusal = r"run/tokenizer: 303 ids, bpe. Restore these settings, or begin from nothing .*without checkpoint.start_from\."
         with pytest.raises(ValueError, match=f"{refusal}{remedy}$"):
