@@ -14,7 +14,7 @@ from titan_train.config import parse_config
 from titan_train.config.model import ModelConfig
 from titan_train.models import build_model
 from titan_train.models.registry import family_of
-from titan_train.train.warm_start import check_init
+from titan_train.train.warm_start import check_init, load_init
 
 PARALLEL = Path(__file__).parents[1] / "parallel"
 LLAMA = {"num_layers": 4, "num_kv_heads": 4, "rope_factor": 8.0, "rope_original_seq_len": 16}
@@ -96,6 +96,17 @@ def publish(folder: Path, name: str) -> Path:
     save_file(published, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(hf.config_of(model.args)))
     return out
+
+
+def test_a_family_here_is_filled_with_the_changes_that_are_named(tmp_path: Path) -> None:
+    source = publish(tmp_path, "llama")
+    args = LLAMA | {"rope_theta": 4e6, "vocab_size": 264}
+    named = ModelConfig(name="llama3_debug", args=args, init=f"hf:{source}", init_changes=("rope_theta", "vocab_size"))
+    model: Any = build_model(named, vocab_size=None, device="cpu")
+    load_init(named.init, [model], whole=model, config=named, shards={})
+    table = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.tok_embeddings.weight[:259], table)
+    torch.testing.assert_close(model.tok_embeddings.weight[259:].detach(), table.mean(0).expand(5, -1))
 
 
 def start_and_save(folder: Path, name: str, layout: dict[str, Any], init: str) -> float:

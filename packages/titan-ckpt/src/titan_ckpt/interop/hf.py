@@ -136,6 +136,7 @@ def import_hf(
     strict: bool = True,
     shards: Mapping[str, LocalShard] | None = None,
     grow: Container[str] = (),
+    check_config: bool = True,
 ) -> None:
     """Fill a model in any layout from a Hugging Face folder, or any folder of safetensors files.
 
@@ -155,12 +156,14 @@ def import_hf(
         shards: As `TrainState.shards`.
         grow: Names of tensors that may have more rows in the model than in the folder, such as an embedding with new
             tokens. The new rows become the mean of the folder's rows, computed in float32.
+        check_config: Ask ``check_hf_config``. Pass False where settings are meant to differ, for continued training.
 
     Raises:
         ValueError: If names, shapes or dtypes do not fit, a file is damaged, the meaning of a weight's scales is unknown,
             or a parameter is on the meta device. The model is unchanged.
     """
-    _check_config(Path(folder), as_modules(model))
+    if check_config:
+        _check_config(Path(folder), as_modules(model))
     state = model_state(as_modules(model))
     aliases = state.names_of()
     whole: dict[str, Any] = {**state.tensors, **(shards or {})}

@@ -107,7 +107,15 @@ def load_init(
         copies = {name: first for name, first in first_of.items() if name in held and first not in held}
         names = _with_copies(key_map, copies)
         complete = held >= whole_names
-        import_hf(folder, part, names=names, strict=complete, shards=shards, grow=_vocabulary(config, whole))
+        import_hf(
+            folder,
+            part,
+            names=names,
+            strict=complete,
+            shards=shards,
+            grow=_vocabulary(config, whole),
+            check_config=False,
+        )  # `check_init` has compared it, but for model.init_changes
 
 
 def check_run_init(init: str, whole: nn.Module, config: ModelConfig) -> tuple[Path, int]:
