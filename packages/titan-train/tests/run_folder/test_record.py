@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from titan_train.config import Config, parse_config
 from titan_train.config.patterns import PATTERN_TABLES
 from titan_train.config.words import settings_of
@@ -121,3 +122,17 @@ def test_a_run_of_an_older_version_begins_its_record_with_its_configuration(tmp_
     file.write_text(file.read_text().replace('"settings"', '"other"'))
     make_run(run, (18, 24, 0.0001))
     assert [values["optimizer.lr"] for _, values in settings_spans(read_run_info(run))] == [0.003, 0.0001]
+
+
+@pytest.mark.parametrize(
+    ("setting", "before", "now"),
+    [
+        ("launch.launcher", "torchrun", "machines"),
+        ("compile.mode", "reduce-overhead", "default"),
+        ("compile.mode", "max-autotune", "max-autotune-no-cudagraphs"),
+    ],
+)
+def test_a_run_with_a_value_of_an_earlier_version_can_be_read(tmp_path, setting, before, now):
+    section, name = setting.split(".")
+    (tmp_path / "config.toml").write_text(f'[{section}]\n{name} = "{before}"\n')
+    assert getattr(getattr(read_config(tmp_path), section), name) == now

@@ -26,6 +26,11 @@ BEST = "validation_loss"
 """The metric of a checkpoint that was validated when it was saved."""
 _MODEL = "model"
 _SYNCED = ("", "tokenizer", _MODEL)
+_FORMER = (
+    ("launch", "launcher", {"torchrun": "machines"}),
+    ("compile", "mode", {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}),
+)
+"""Values of earlier versions that are refused now, and what a run that has them is read with."""
 
 
 def run_folder(config: Config) -> Path:
@@ -55,8 +60,9 @@ def read_config(run_dir: Path) -> Config:
             f"{run_dir} is not a run's folder: it has no config.toml. Name a folder that `titan-train run` made."
         )
     tree = read_toml(file)
-    if isinstance(launch := tree.get("launch"), dict) and launch.get("launcher") == "torchrun":  # of version 0.1
-        launch["launcher"] = "machines"
+    for section, name, now in _FORMER:
+        if isinstance(values := tree.get(section), dict) and values.get(name) in now:
+            values[name] = now[values[name]]
     return _with_kept_model(parse_config(tree, source=str(file)), run_dir)
 
 
