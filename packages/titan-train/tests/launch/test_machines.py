@@ -384,6 +384,20 @@ def test_a_machine_that_cannot_start_its_ranks_says_so_and_starts_those_of_the_n
     assert codes == [0]
 
 
+def test_an_elastic_run_goes_on_without_a_machine_that_cannot_start_its_ranks_twice_in_a_row(tmp_path, machine):
+    start, log, codes = machine
+    full = OSError(errno.ENOSPC, "No space left on device")
+    leader = Leader(tmp_path, 2)
+    thread = start(elastic=True, refused={0: full, 2: full, 3: full})
+    for number in range(4):
+        assert leader.call(20.0) == (0, 1)
+        leader.attempt(number, (0, 1))
+        soon(lambda number=number: ("start", number) in log or leader.exits(1))
+    assert leader.call(0.5) == (0,)
+    thread.join(30)
+    assert "could not start its ranks: [Errno 28] No space left on device, twice in a row: the run goes on" in codes[0]
+
+
 @pytest.mark.parametrize("elastic", [False, True])
 def test_a_machine_with_a_rank_that_cannot_be_killed_says_so_or_is_left_out(tmp_path, machine, elastic):
     start, log, codes = machine

@@ -61,8 +61,8 @@ def read_config(run_dir: Path) -> Config:
         )
     tree = read_toml(file)
     for section, name, now in _FORMER:
-        if isinstance(values := tree.get(section), dict) and values.get(name) in now:
-            values[name] = now[values[name]]
+        if isinstance(values := tree.get(section), dict) and (value := now.get(str(values.get(name)))):
+            values[name] = value
     return _with_kept_model(parse_config(tree, source=str(file)), run_dir)
 
 

@@ -288,7 +288,7 @@ def follow(
     Raises:
         ValueError: Another command is this machine already; the message names its process.
         LeaseLostError: Another command has taken this machine's place.
-        RuntimeError: A rank of this machine cannot be killed, and an elastic run goes on without it.
+        RuntimeError: A rank of this machine cannot be killed or ranks cannot be started, and an elastic run goes on without it.
     """
     left = _announcement(run_dir)  # what an earlier start left behind says nothing about this one
     finished_before = left.run if left is not None and left.exit_code is not None else None
@@ -357,6 +357,8 @@ class _Follower:
         self._reported = 0
         """How many of them machine 0 can know of."""
         self._next_report = 0.0
+        self._failed_starts: list[str] = []
+        """Why those failed that were the last in a row."""
         self.interrupts = 0
         """How often Ctrl-C was pressed in this attempt."""
 
@@ -369,7 +371,8 @@ class _Follower:
         """End or start ranks, pass orders on. Ranks that cannot be started are reported as lost: the next attempt may work.
 
         Raises:
-            RuntimeError: A rank cannot be killed, and the next attempt does not ask for this machine.
+            RuntimeError: A rank cannot be killed, or two starts in a row have failed, and the next attempt need not have this
+                machine: it is left out if it does not answer.
         """
         current, machine = self._current, self._config.launch.node_rank
         if current is None or (announced.run, announced.call, announced.attempt) != (
@@ -379,11 +382,17 @@ class _Follower:
             try:
                 self.end()
                 if machine in announced.machines:
-                    self._ranks = self._start(self._job(announced))
+                    self._ranks, self._failed_starts = self._start(self._job(announced)), []
+                elif len(self._failed_starts) > 1:
+                    raise RuntimeError(
+                        f"{self._failed_starts[-1]}, twice in a row: the run goes on without it. Start the command here again "
+                        "when the cause is gone."
+                    )
             except (OSError, RuntimeError) as err:
                 if machine not in announced.machines:
                     raise
                 note, first = f"machine {machine} could not start its ranks: {err}", announced.machines.index(machine)
+                self._failed_starts.append(note)
                 self._exits = [RankExit(first * self._per_node + i, None, note) for i in range(self._per_node)]
             current = replace(announced, orders="")
         for letter in announced.orders[len(current.orders) :]:
