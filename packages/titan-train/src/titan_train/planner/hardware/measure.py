@@ -254,7 +254,11 @@ def _host_bytes() -> float:
 def _links(known: Machine | None, device: str, links: Sequence[LinkSpeed]) -> dict[str, Any]:
     """The links' table: a shipped machine's, with what all-gathers between the ranks here reached."""
     like = known or load_machine("cpu" if device == "CPU" else "h100")
-    local = {"ranks": like.domain, "gb_s": like.local.bytes_per_s / 1e9, "latency_us": like.local.latency_s * 1e6}
+    local: dict[str, Any] = {
+        "ranks": like.domain,
+        "gb_s": like.local.bytes_per_s / 1e9,
+        "latency_us": like.local.latency_s * 1e6,
+    }
     if like.local.ring_s is not None:
         local["ring_us"] = [1e6 * seconds for seconds in like.local.ring_s]
     network = {"gb_s": like.network.bytes_per_s / 1e9, "latency_us": like.network.latency_s * 1e6}
