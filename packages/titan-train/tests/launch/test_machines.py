@@ -27,7 +27,6 @@ from titan_train.launch.rank.info import RankInfo
 from titan_train.launch.rank.orders import Order
 from titan_train.launch.rank.worker import _tcp_store
 from titan_train.launch.supervise import supervisor
-from titan_train.run_folder import lease
 
 
 def free_port():
@@ -133,8 +132,8 @@ class StandIn:
 
     running = True
 
-    def __init__(self, job, log, ended, end_s=0.0, stuck=False):
-        self.number, self.log, self.ended, self.end_s, self.stuck = job.attempt, log, ended, end_s, stuck
+    def __init__(self, job, log, ended, stuck=False):
+        self.number, self.log, self.ended, self.stuck = job.attempt, log, ended, stuck
         log.append(("start", self.number))
 
     def exits(self, timeout_s):
@@ -146,7 +145,6 @@ class StandIn:
         self.log.append((order.name, self.number))
 
     def end(self):
-        time.sleep(self.end_s)
         self.log.append(("end", self.number))
         if self.stuck:
             raise RuntimeError("SIGKILL has not ended rank 2")
@@ -419,13 +417,25 @@ def test_a_machine_with_a_rank_that_cannot_be_killed_says_so_or_is_left_out(tmp_
 
 
 def test_a_machine_whose_ranks_take_long_to_end_is_waited_for(tmp_path, machine, monkeypatch):
-    monkeypatch.setattr(lease, "_TOUCH_S", 0.05)
     start, log, codes = machine
-    leader = Leader(tmp_path, 2)
+    now, ended = [0.0], threading.Event()
+
+    class Leads(Leader):
+        def touch(self):  # between two looks
+            super().touch()
+            now[0] += 0.1
+            os.utime(tmp_path / "machine-1.lease.json", (now[0], now[0]))
+            if now[0] > 3.0:
+                ended.set()
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep, time=time.time)
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(StandIn, "end", lambda ranks: log.append(("end", ranks.number)) if ended.wait(60) else None)
+    leader = Leads(tmp_path, 2)
     leader.attempt(0, (0, 1))
-    thread = start(elastic=True, end_s=1.0)
+    thread = start(elastic=True)
     soon(lambda: log)
-    assert leader.call(0.3) == (0, 1)
+    assert leader.call(1.0) == (0, 1)
     assert log == [("start", 0), ("end", 0)]
     leader.finish(0)
     thread.join(30)

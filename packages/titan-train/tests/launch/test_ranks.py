@@ -1,6 +1,8 @@
 import contextlib
 import datetime
 import errno
+import math
+import multiprocessing.resource_tracker
 import os
 import signal
 import socket
@@ -31,18 +33,19 @@ TORCHRUN = {
 
 
 class Forked:
-    """A rank's process, and whether a kill ends it."""
+    """A rank's process, and how many seconds after a kill it ends."""
 
     exitcode = None
 
-    def __init__(self, pid, dies=True):
-        self.pid, self.sentinel, self.dies = pid, pid, dies
+    def __init__(self, pid, dies_s=0):
+        self.pid, self.sentinel, self.dies_s = pid, pid, dies_s
 
     def kill(self):
-        self.exitcode = -signal.SIGKILL if self.dies else None
+        self.join(0)
 
-    def join(self, timeout=None):
-        assert self.exitcode is not None or timeout is not None, "waits for ever"
+    def join(self, timeout):
+        self.exitcode = -signal.SIGKILL if self.dies_s <= timeout else None
+        self.dies_s -= timeout
 
 
 def node_ranks(folder, monkeypatch, *forks, **words):
@@ -60,16 +63,28 @@ def node_ranks(folder, monkeypatch, *forks, **words):
 
 
 def test_a_rank_that_sigkill_does_not_end_is_named_and_no_more_start_there(tmp_path, monkeypatch):
-    start = node_ranks(tmp_path, monkeypatch, Forked(811), Forked(812, dies=False), Forked(813))
+    tracker = SimpleNamespace(_pid=814)  # Python waits for it at exit, and the rank holds its pipe
+    monkeypatch.setattr(multiprocessing.resource_tracker, "_resource_tracker", tracker)
+    start = node_ranks(tmp_path, monkeypatch, Forked(811), Forked(812, dies_s=math.inf), Forked(813))
     ranks = start()
     with pytest.raises(
-        RuntimeError, match=r"SIGKILL has not ended rank 1 \(process 812\) in 60 s: stuck in the kernel"
+        RuntimeError, match=r"SIGKILL has not ended rank 1 \(process 812\) in 600 s: stuck in the kernel"
     ):
         ranks.end()
+    assert tracker._pid is None
     assert list(tmp_path.iterdir()) == []
     ranks.end()
     with pytest.raises(RuntimeError, match=r"rank 1 \(process 812\)"):
         start()
+
+
+def test_a_rank_that_ends_minutes_after_sigkill_is_waited_for(tmp_path, monkeypatch, capsys):
+    start = node_ranks(tmp_path, monkeypatch, Forked(811), Forked(812, dies_s=500), Forked(813), Forked(814))
+    start().end()
+    said = "waiting  for rank 1 (process 812) to end after SIGKILL, 600 s at most: a file system or a device does not answer"
+    assert capsys.readouterr().err == f"{said}\n"
+    start().end()
+    assert capsys.readouterr().err == ""
 
 
 def test_where_one_rank_cannot_be_started_those_before_it_are_ended(tmp_path, monkeypatch):

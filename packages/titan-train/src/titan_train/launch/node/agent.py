@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.process
+import multiprocessing.resource_tracker
 import os
 import shutil
 import signal
@@ -32,8 +33,9 @@ from titan_train.launch.rank.orders import Order, OrderSender, orders_file
 from titan_train.launch.validate import validate_in_child
 
 _SERVER_GONE = 255  # what multiprocessing says of a child whose server cannot tell how it ended
-KILL_S = 60.0
-"""Seconds for ranks to end after SIGKILL: the kernel frees terabytes, and memory that devices know."""
+KILL_S = 600.0
+"""Seconds for ranks to end after SIGKILL: the kernel frees terabytes, or waits for a file system that fails over."""
+_SILENT_S = 60.0  # of them, before the person is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +203,13 @@ class NodeRanks:
         Raises:
             RuntimeError: A rank does not end. Its agent starts no more.
         """
-        deadline = time.monotonic() + KILL_S
         for rank in self._waiting.values():
             self._processes[rank].kill()
-        for rank in self._waiting.values():
-            self._processes[rank].join(max(0.0, deadline - time.monotonic()))
-        stuck = {rank: process for rank, process in self._processes.items() if not self._is_gone(rank, deadline)}
+        stuck = self._left_after(_SILENT_S)
+        if stuck:
+            said = f"waiting  for {_named(stuck)} to end after SIGKILL, {KILL_S:g} s at most"
+            print(f"{said}: a file system or a device does not answer", file=sys.stderr, flush=True)
+            stuck = self._left_after(KILL_S - _SILENT_S)
         self._processes, self._waiting = {}, {}
         for sender in self._senders.values():
             sender.close()
@@ -215,12 +218,23 @@ class NodeRanks:
         if stuck:
             for process in stuck.values():  # or Python waits for it when this process ends
                 multiprocessing.process._children.discard(process)  # pyright: ignore[reportAttributeAccessIssue]
-            names = ", ".join(f"rank {rank} (process {process.pid})" for rank, process in stuck.items())
+            tracker: Any = multiprocessing.resource_tracker
+            with contextlib.suppress(
+                AttributeError
+            ):  # or Python 3.12 and later wait for the tracker, whose pipe they hold
+                tracker._resource_tracker._pid = None
             self._agent.stuck = (
-                f"SIGKILL has not ended {names} in {KILL_S:g} s: stuck in the kernel (a file system or a device does not "
+                f"SIGKILL has not ended {_named(stuck)} in {KILL_S:g} s: stuck in the kernel (a file system or a device does not "
                 "answer). Restart the machine"
             )
             raise RuntimeError(self._agent.stuck)
+
+    def _left_after(self, timeout_s: float) -> dict[int, Any]:
+        """The processes of killed ranks that have not ended in this time."""
+        deadline = time.monotonic() + timeout_s
+        for rank in self._waiting.values():
+            self._processes[rank].join(max(0.0, deadline - time.monotonic()))
+        return {rank: process for rank, process in self._processes.items() if not self._is_gone(rank, deadline)}
 
     def _is_gone(self, rank: int, deadline: float) -> bool:
         """Whether a rank that was killed has ended."""
@@ -235,6 +249,10 @@ class NodeRanks:
         done = beat is not None and beat.phase in (Phase.STOPPED, Phase.FINISHED)
         # gloo's and NCCL's threads abort a rank now and then after all its work is done
         return 0 if done and code == -signal.SIGABRT else code
+
+
+def _named(processes: dict[int, Any]) -> str:
+    return ", ".join(f"rank {rank} (process {process.pid})" for rank, process in processes.items())
 
 
 def _kill_and_wait(orders: Path, pid: int, deadline: float) -> bool:

@@ -35,8 +35,8 @@ class NodeActor:
             environ: Environment variables the ranks shall have.
             code: Folders that the driver imports from (PYTHONPATH), used where they exist here.
             threads_per_rank: Processor threads of each rank.
-            idle_s: How long its driver may be silent between attempts, when it waits for nodes, before this actor takes it for
-                gone and ends. None: Ray ends this actor with its driver.
+            idle_s: How long its driver may be silent between attempts, when it waits for ranks to end or for nodes, before this
+                actor takes it for gone and ends. None: Ray ends this actor with its driver.
         """
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own setting for this actor
         os.environ.update(environ)

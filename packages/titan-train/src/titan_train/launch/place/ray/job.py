@@ -13,7 +13,8 @@ from titan_train.launch.place.ray.mailbox import NodeNews, unpack_beats
 from titan_train.launch.rank.heartbeat import Beat
 from titan_train.launch.rank.orders import Order
 
-_END_S = KILL_S + 30.0  # for an agent to kill its ranks
+END_S = KILL_S + 30.0
+"""Seconds for an agent to kill its ranks."""
 
 
 class RayJob:
@@ -88,7 +89,7 @@ class RayJob:
     def end(self) -> None:
         """See `titan_train.launch.job.RunningJob`."""
         calls = {agent.handle.end.remote(self._term): agent for agent in self._agents if not agent.lost}
-        ready, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=_END_S) if calls else ([], [])
+        ready, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=END_S) if calls else ([], [])
         for call in ready:
             with contextlib.suppress(self._ray.exceptions.RayError):  # the node is gone, as the next attempt will see
                 if stuck := self._ray.get(call):

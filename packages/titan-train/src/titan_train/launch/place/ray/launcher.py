@@ -31,7 +31,7 @@ from titan_train.launch.node.agent import NodeJob
 from titan_train.launch.place.ray.actor import NodeActor
 from titan_train.launch.place.ray.calls import RayAgent
 from titan_train.launch.place.ray.cluster import NAMESPACE, agent_prefix, connect, first_line, forwarded, node_versions
-from titan_train.launch.place.ray.job import RayJob
+from titan_train.launch.place.ray.job import END_S, RayJob
 from titan_train.launch.place.ray.nodes import RayNodes
 from titan_train.launch.place.ray.topology import order
 from titan_train.launch.rank.info import DeviceType
@@ -271,7 +271,7 @@ class RayLauncher(Launcher):
         code = os.environ.get("PYTHONPATH", "")
         environ = forwarded(self._launch)
         # between two pings the supervisor reserves nodes and starts agents there, and asks no other agent meanwhile
-        idle_s = self._launch.ray.wait_s + self._start_s if self._prefix else None
+        idle_s = max(self._launch.ray.wait_s + self._start_s, END_S) if self._prefix else None
         return agent.remote(str(Path.cwd()), environ, code, threads, idle_s=idle_s)
 
     def _kill(self, handles: Sequence[Any]) -> None:
