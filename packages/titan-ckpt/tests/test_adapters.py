@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,8 +231,54 @@ def test_loaders_of_accelerate_whose_order_cannot_be_found_again_are_refused(tmp
     _, checkpoint = prepared_loader(tmp_path, 1)
     checkpoint.save(1)
     checkpoint.accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4)))
-    with pytest.raises(ValueError, match="passes of 1 data loaders, and the accelerator has 2"):
+    with pytest.raises(ValueError, match=r"passes of 1 data loaders, and the accelerator has 2.*last, .*strict=False"):
         checkpoint.restore()
+
+
+def test_loaders_of_accelerate_that_are_new_begin_anew_where_that_is_asked_for(tmp_path):
+    pytest.importorskip("accelerate", reason="a test dependency")
+    loader, checkpoint = prepared_loader(tmp_path / "a", 1)
+    list(loader)
+    checkpoint.save(1)
+    other, checkpoint = prepared_loader(tmp_path / "a", 2)
+    new = checkpoint.accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4)))
+    assert checkpoint.restore(strict=False) == 1
+    assert (other.iteration, new.iteration) == (1, 0)
+    assert [batch.tolist() for batch in other] == [batch.tolist() for batch in loader]
+
+    _, checkpoint, _ = accelerated(tmp_path / "b", 5)
+    checkpoint.save(1)
+    accelerator, checkpoint, (_, _, position) = accelerated(tmp_path / "b", 0)
+    accelerator._dataloaders.append(StatefulLoader())
+    with pytest.raises(ValueError, match=r"positions of 1 stateful data loaders, .* has 2\. .*strict=False"):
+        checkpoint.restore()
+    assert checkpoint.restore(strict=False) == 1
+    assert (position.value, accelerator._dataloaders[1].value) == (5, 0)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_stateful_loader_that_keeps_what_its_order_was_drawn_from_may_shuffle(tmp_path, keeps):
+    pytest.importorskip("accelerate", reason="a test dependency")
+
+    class Order(torch.utils.data.RandomSampler):  # as torchdata's
+        def __iter__(self):
+            return Count() if keeps else super().__iter__()
+
+    class Batches(torch.utils.data.BatchSampler):
+        def __iter__(self):
+            return Count()
+
+    loader, checkpoint = prepared_loader(tmp_path, 1)
+    checkpoint.accelerator._dataloaders[:] = [StatefulLoader(Batches(Order(range(4)), 2, False), 5)]
+    if not keeps:
+        with pytest.raises(ValueError, match="shuffles by a Order"):
+            checkpoint.save(1)
+        return
+    checkpoint.save(1)
+    (loader,) = checkpoint.accelerator._dataloaders
+    loader.value = 0
+    assert checkpoint.restore() == 1
+    assert loader.value == 5
 
 
 def hf_trainer(root: Path, steps: int, **options: Any) -> Any:
@@ -308,6 +355,22 @@ class Count:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
 
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
+class StatefulLoader(Count):
+    """A data loader of torchdata, as far as it matters here."""
+
+    use_stateful_dataloader = True
+
+    def __init__(self, batch_sampler: Any = None, value: Any = 0) -> None:
+        super().__init__(value)
+        self.batch_sampler = batch_sampler
+
 
 def accelerated(root: Path, value: int) -> tuple[Any, Any, list[Count]]:
     """An accelerator with two models of equal names, and with everything else that has a state; all of it is ``value``."""
@@ -319,8 +382,7 @@ def accelerated(root: Path, value: int) -> tuple[Any, Any, list[Count]]:
         net = nn.Linear(2, 2)
         nn.init.constant_(net.weight, value)
         accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=value))
-    registered, scaler, loader = (Count(value) for _ in range(3))
-    loader.use_stateful_dataloader = True  # type: ignore[attr-defined]
+    registered, scaler, loader = Count(value), Count(value), StatefulLoader(value=value)
     accelerator.register_for_checkpointing(registered)
     accelerator.scaler, accelerator.step = scaler, value
     accelerator._dataloaders.append(loader)

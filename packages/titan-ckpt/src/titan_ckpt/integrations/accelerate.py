@@ -15,7 +15,7 @@ and its number. Give loaders ``generator=torch.Generator()``: others draw from t
 in the middle of a pass, and dropout is another after that.
 
 A stateful loader (``use_stateful_dataloader=True``) goes on by itself: do not skip its batches, and leave out ``set_epoch``. It
-does so on as many processes as saved.
+does so on as many processes as saved. On one process torchdata's ``StatefulDataLoader(shuffle=True)`` needs no seedable sampler.
 """
 
 from collections.abc import Sequence
@@ -64,28 +64,30 @@ class AccelerateCheckpoint:
     def restore(self, **options: Any) -> int:
         """The newest step, restored; 0 if there is none yet. ``options`` are those of `titan_ckpt.Checkpointer.restore`.
 
-        A gradient scaler or an accumulation that is new begins anew.
+        A gradient scaler or an accumulation that is new begins anew. With ``strict=False`` so do loaders that are new: they are
+        matched in the order in which they were prepared.
 
         Raises:
-            ValueError: As `save`; or the step has more registered objects, another number of loaders, other stateful loaders, or
+            ValueError: As `save`; or the step has more registered objects, another number of loaders or stateful loaders, or
                 those of another number of processes.
         """
-        state = self._state()
+        strict = bool(options.get("strict", True))
+        state = self._state(strict)
         own = {name for name in state.extra if name.startswith(_OWN)}
         step = self.checkpointer.restore(state, **options)
-        for name, part in self._may_be_new().items():
+        for name, part in self._may_be_new(strict).items():
             if saved := state.extra.get(name):
                 part.load_state_dict(saved)
         self.counts.update({name: value for name, value in state.extra.items() if not name.startswith(_OWN)})
         more = [name for name in state.extra if name.startswith(f"{_OWN}registered") and name not in own]
-        if more and options.get("strict", True):
+        if more and strict:
             raise ValueError(
                 f"step {step} has the state of {len(more)} more registered objects than this accelerator has. Register the same "
                 "ones by accelerator.register_for_checkpointing before the restore, or pass strict=False to leave them out."
             )
         return step
 
-    def _state(self) -> TrainState:
+    def _state(self, strict: bool = True) -> TrainState:
         held: Any = self.accelerator  # Accelerate has no public list of what it prepared
         _check(held)
         models = held._models
@@ -98,16 +100,16 @@ class AccelerateCheckpoint:
             model=models,
             optim=[wrapped.optimizer for wrapped in held._optimizers],
             sched=[wrapped.scheduler for wrapped in held._schedulers],
-            data=_Loaders(loaders, held.num_processes) if loaders else None,
+            data=_Loaders(loaders, held.num_processes, strict) if loaders else None,
             extra=extra,
         )
 
-    def _may_be_new(self) -> dict[str, Any]:
+    def _may_be_new(self, strict: bool = True) -> dict[str, Any]:
         """What a run may begin to use when it resumes: saved, and restored only from a step that has it."""
         held: Any = self.accelerator
         parts: dict[str, Any] = {} if held.scaler is None else {f"{_OWN}scaler": held.scaler}
         if held._dataloaders:
-            parts[f"{_OWN}passes"] = _Passes(held)
+            parts[f"{_OWN}passes"] = _Passes(held, strict)
         if held.gradient_state.num_steps > 1:
             parts[f"{_OWN}step"] = _AccumulationStep(held)
         return parts
@@ -127,8 +129,9 @@ def _check(held: Any) -> None:
             "which write and read files in a folder that AccelerateCheckpoint does not make. Remove them, and give what they "
             "save to accelerator.register_for_checkpointing."
         )
-    for sampler in map(_sampler, held._dataloaders):
-        if isinstance(sampler, _DRAWN) and not hasattr(sampler, "set_epoch"):
+    for loader in held._dataloaders:
+        sampler = _sampler(loader)
+        if isinstance(sampler, _DRAWN) and not hasattr(sampler, "set_epoch") and not _keeps_its_order(loader):
             raise ValueError(
                 f"a data loader that the accelerator has prepared shuffles by a {type(sampler).__name__}, whose order is drawn "
                 "anew where a pass begins: after a resume in the middle of one, other samples would come. For shuffle=True, make "
@@ -137,21 +140,33 @@ def _check(held: Any) -> None:
             )
 
 
+_SAME = "Prepare the same ones; or prepare new ones last, and pass strict=False to this restore."
 _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def _sampler(loader: Any) -> Any:
     """What draws the order of a prepared loader; None if nothing does."""
-    given = getattr(loader, "sampler", None)
-    batches = given if isinstance(given, BatchSampler) else getattr(loader, "batch_sampler", None)
+    batches = _batch_sampler(loader)
     return getattr(getattr(batches, "batch_sampler", batches), "sampler", None)  # of this process, of all
+
+
+def _batch_sampler(loader: Any) -> Any:
+    given = getattr(loader, "sampler", None)
+    return given if isinstance(given, BatchSampler) else getattr(loader, "batch_sampler", None)
+
+
+def _keeps_its_order(loader: Any) -> bool:
+    """Whether the state of a stateful loader has what the order of its pass was drawn from, as torchdata's samplers give it."""
+    samplers = (_batch_sampler(loader), _sampler(loader))
+    stateful = getattr(loader, "use_stateful_dataloader", False)
+    return stateful and all(hasattr(iter(sampler), "state_dict") for sampler in samplers)
 
 
 class _Passes:
     """The number of each prepared loader's pass, and the seed of its order."""
 
-    def __init__(self, held: Any) -> None:
-        self._held = held
+    def __init__(self, held: Any, strict: bool) -> None:
+        self._held, self._strict = held, strict
 
     def state_dict(self) -> dict[str, Any]:
         return {"passes": [self._of(loader) for loader in self._held._dataloaders]}
@@ -167,12 +182,12 @@ class _Passes:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved: list[dict[str, int | None]] = state["passes"]
         loaders: list[Any] = self._held._dataloaders
-        if len(saved) != len(loaders):
+        if len(saved) != len(loaders) and self._strict:
             raise ValueError(
                 f"the step has the passes of {len(saved)} data loaders, and the accelerator has {len(loaders)}: which is which "
-                "does not follow. Prepare the same ones."
+                f"does not follow. {_SAME}"
             )
-        for loader, of in zip(loaders, saved, strict=True):
+        for loader, of in zip(loaders, saved, strict=False):
             if of["seed"] is not None and hasattr(_sampler(loader), "initial_seed"):
                 _sampler(loader).initial_seed = of["seed"]
             if hasattr(loader, "set_epoch"):
@@ -195,8 +210,8 @@ class _AccumulationStep:
 class _Loaders:
     """The stateful data loaders of this process, each of which counts the batches of this process alone."""
 
-    def __init__(self, loaders: Sequence[Any], processes: int) -> None:
-        self._loaders, self._processes = loaders, processes
+    def __init__(self, loaders: Sequence[Any], processes: int, strict: bool) -> None:
+        self._loaders, self._processes, self._strict = loaders, processes, strict
 
     def state_dict(self) -> dict[str, Any]:
         return {"loaders": [loader.state_dict() for loader in self._loaders], "processes": self._processes}
@@ -216,10 +231,10 @@ class _Loaders:
         if state["processes"] != self._processes:
             self._refuse(state["processes"])
         saved: list[Any] = state["loaders"]
-        if len(saved) != len(self._loaders):
+        if len(saved) != len(self._loaders) and self._strict:
             raise ValueError(
                 f"the step has the positions of {len(saved)} stateful data loaders, and the accelerator has "
-                f"{len(self._loaders)}. Prepare the same ones."
+                f"{len(self._loaders)}. {_SAME}"
             )
-        for loader, position in zip(self._loaders, saved, strict=True):
+        for loader, position in zip(self._loaders, saved, strict=False):
             loader.load_state_dict(position)
