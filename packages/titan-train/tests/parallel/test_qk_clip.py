@@ -1,5 +1,6 @@
 """QK-clip against the plain formula: logits, and what clipping makes of them."""
 
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -195,6 +196,21 @@ def test_a_gpu_takes_large_products_in_the_dtype_of_activations_and_a_maximum_in
     block = 2048 * 32  # queries and heads, 1 GiB with 8192 keys
     assert products.results == [(block * end, torch.bfloat16) for end in (2048, 4096, 6144, 8192)]
     assert (largest.shape, largest.dtype) == ((32,), torch.float32)
+
+
+def test_one_block_of_logits_is_there_at_a_time(monkeypatch):
+    blocks, einsum = [], torch.einsum
+
+    def counted(*args):
+        assert not any(block() is not None for block in blocks)
+        out = einsum(*args)
+        blocks.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(torch, "einsum", counted)
+    monkeypatch.setattr(qk_clip, "_BLOCK_BYTES", {"cpu": 1})
+    measured("cpu", (1, 4, 2, 8), (1, 4, 2, 8), packed=False)
+    assert len(blocks) == 4
 
 
 def test_what_is_recomputed_is_measured_once(monkeypatch):

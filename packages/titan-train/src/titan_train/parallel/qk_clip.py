@@ -215,6 +215,7 @@ def largest_logits(q: Tensor, k: Tensor, context: Any, group: dist.ProcessGroup 
         scores = torch.einsum("bskgd,btkd->bkgst", grouped[:, at], k[:, :end])
         scores[..., first:].masked_fill_(~seen[:, None, None], -torch.inf)
         largest = torch.maximum(largest, scores.amax((0, 3, 4)).flatten())
+        del scores  # before the next block is made
     return largest / q.shape[-1] ** 0.5
 
 
