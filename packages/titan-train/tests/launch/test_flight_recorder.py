@@ -1,11 +1,12 @@
 """Torch's flight recorder is private: this holds what is used of it. Checked on torch 2.11 and 2.15."""
 
 import json
-import threading
-import time
 import tracemalloc
+from types import SimpleNamespace
 
+import pytest
 from titan_testing import run_ranks
+from titan_train.launch.rank import flight_recorder
 from titan_train.launch.rank.flight_recorder import read_dumps, record_collectives, wait_for_dumps, write_dump
 from titan_train.launch.rank.monitor import set_collective_timeout
 
@@ -67,28 +68,27 @@ def test_the_rank_that_did_not_come_is_named_though_another_is_silent(tmp_path):
     for rank, number in ((0, 5), (2, 4), (3, 5)):
         write_newest(tmp_path, rank, number)
     found = read_dumps(tmp_path, 4)
-    assert found.missing == (2,)
+    assert found.missing == (1, 2)
     assert (
         "rank 1 did not respond: stopped, or stuck below Python; rank 2 did not enter all_reduce number 5" in found.text
     )
 
 
-def test_dumps_are_waited_for_while_more_arrive(tmp_path):
-    def arrive():
-        for rank in range(10):
-            time.sleep(0.12)
+def test_dumps_are_waited_for_while_more_arrive(tmp_path, monkeypatch):
+    now, late = [0.0], iter(range(10))
+
+    def sleep(_):
+        now[0] += 0.8
+        if (rank := next(late, None)) is not None:
             write_newest(tmp_path, rank, 4 if rank == 9 else 5)
 
-    thread = threading.Thread(target=arrive)
-    thread.start()
+    monkeypatch.setattr(flight_recorder, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     wait_for_dumps(tmp_path, 10, quiet_s=0.9)
-    found = read_dumps(tmp_path, 10)
-    thread.join()
-    assert found.missing == (9,)
-    began = time.monotonic()
-    wait_for_dumps(tmp_path, 13, quiet_s=30.0, most_s=0.1)
-    wait_for_dumps(tmp_path, 13, quiet_s=0.1)
-    assert time.monotonic() - began < 20
+    assert read_dumps(tmp_path, 10).missing == (9,)
+    for quiet_s, most_s, waited in ((30.0, 2.0, 2.4), (2.0, 30.0, 2.4)):
+        began = now[0]
+        wait_for_dumps(tmp_path, 13, quiet_s, most_s)
+        assert now[0] - began == pytest.approx(waited)
 
 
 def test_a_comparison_reads_the_newest_collectives_alone(tmp_path):

@@ -67,7 +67,7 @@ class Reading:
     """What the dumps say together."""
 
     missing: tuple[int, ...]
-    """Ranks that the others wait for; empty if the dumps do not show it."""
+    """Ranks that the others wait for, silent ones first; empty if the dumps do not show it."""
     text: str
 
 
@@ -85,7 +85,7 @@ def read_dumps(folder: Path, world_size: int) -> Reading:
     if not silent:
         return compared
     text = f"{_ranks(silent)} did not respond: stopped, or stuck below Python"
-    return Reading(compared.missing, f"{text}; {compared.text}") if compared.missing else Reading(silent, text)
+    return Reading((*silent, *compared.missing), f"{text}; {compared.text}" if compared.missing else text)
 
 
 def _newest(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
