@@ -304,6 +304,22 @@ def test_the_models_that_also_see_whose_decoder_is_of_text_alone_are_those_of_tr
     assert read_published(f"hf:{tmp_path}") == alone
 
 
+def test_arguments_of_a_model_that_also_sees_may_have_their_names_in_the_whole_file(tmp_path: Path) -> None:
+    content = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": 32, "vocab_size": 96, "layer_types": ["full_attention"] * 2, "architectures": None,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": content}))
+    args = {
+        "text_config.intermediate_size": 48,
+        "text_config.rope_parameters.rope_theta": 5e4,
+        "text_config.head_dim": 16,
+    }
+    model = built(tmp_path, **args)
+    assert (model.config.intermediate_size, model.config.rope_parameters["rope_theta"]) == (48, 5e4)
+    assert model.published["architectures"] == ["Qwen3_5ForCausalLM"]
+
+
 def test_an_encoder_becomes_a_decoder_by_its_field(tmp_path: Path) -> None:
     tiny = {
         "vocab_size": 96,

@@ -97,6 +97,9 @@ def test_changed_fields_change_the_shape_and_a_missing_size_is_named(tmp_path: P
     name = folder(tmp_path, **LLAMA3_8B)
     config = parse_config({"model": {"name": name, "args": {"num_hidden_layers": 2}}})
     assert shape_of_config(config).num_layers == 2
+    name = folder(tmp_path, model_type="qwen3_5", text_config=QWEN3_5_9B)
+    config = parse_config({"model": {"name": name, "args": {"text_config.num_hidden_layers": 3}}})
+    assert shape_of_config(config).num_layers == 3
     with pytest.raises(ValueError, match=r"config.json has hidden_size=None"):
         shape_of_published("hf:x", {"model_type": "llama"})
 

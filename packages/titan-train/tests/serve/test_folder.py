@@ -19,6 +19,7 @@ from titan_train.tokenizers.chat_template import BUILT_IN
         ({"generation_config.json": '{"eos_token_id": [7, 9]}', "config.json": '{"eos_token_id": 3}'}, (7, 9)),
         ({"generation_config.json": '{"eos_token_id": 7}'}, (7,)),
         ({"generation_config.json": '{"eos_token_id": null}', "config.json": '{"eos_token_id": [3]}'}, (3,)),
+        ({"config.json": '{"model_type": "llama4", "text_config": {"eos_token_id": [3, 5]}}'}, (3, 5)),
         ({"config.json": "{}"}, ()),
         ({}, ()),
     ],

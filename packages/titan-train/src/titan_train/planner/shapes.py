@@ -9,7 +9,7 @@ from typing import Any
 from titan_train.config import Config
 from titan_train.models.arguments import model_args
 from titan_train.models.family import Family
-from titan_train.models.hf.folder import PREFIX, read_published, split_depth, with_changes
+from titan_train.models.hf.folder import PREFIX, of_text, read_published, split_depth, with_changes
 from titan_train.models.hf.plans import hf_plans
 from titan_train.models.hf.shape import shape_of_published
 from titan_train.models.registry import families, find_model, list_models
@@ -81,8 +81,8 @@ def shape_of_config(config: Config, *, vocab_size: int | None = None) -> ModelSh
     name = config.model.name
     if name.startswith(PREFIX):
         published = read_published(name)
-        known = published | {key.partition(".")[0]: published.get(key.partition(".")[0]) for key in config.model.args}
-        mtp, changes = split_depth(name, config.model.args)
+        mtp, changes = split_depth(name, of_text(published, config.model.args))
+        known = published | {key.partition(".")[0]: published.get(key.partition(".")[0]) for key in changes}
         return shape_of_published(name, with_changes(published, changes, known=known), mtp=mtp)
     if ":" in name:
         raise ValueError(

@@ -91,7 +91,7 @@ def assemble(config: Any, published: dict[str, Any], *, name: str, split: bool =
     forward_of: type[HFModel] = HFDecoder if plan is not None else UnplannedDecoder
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     _check_causal(name, model.config, planned=plan is not None)
-    model.published = {"architectures": [type(model).__name__], **published}
+    model.published = published | {"architectures": published.get("architectures") or [type(model).__name__]}
     model.__class__ = class_with(type(model), forward_of)
     if plan is not None:
         _apply_plan(model, plan, split=split)

@@ -5,7 +5,7 @@ import importlib.metadata
 from collections.abc import Iterator
 from typing import Any, cast
 
-from titan_train.models.hf.folder import folder_of, read_published, with_changes
+from titan_train.models.hf.folder import folder_of, of_text, read_published, with_changes
 from titan_train.models.hf.plans import hf_plans
 from titan_train.trust import refuse_foreign_code
 from titan_train.values import did_you_mean
@@ -29,6 +29,7 @@ def read_configuration(name: str, args: dict[str, Any]) -> tuple[Any, dict[str, 
         ValueError: The installed transformers does not know the family or does not take the values, or a change has no effect.
     """
     published = read_published(name)
+    args = of_text(published, args)
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as err:

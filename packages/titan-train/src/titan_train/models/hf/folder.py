@@ -43,7 +43,7 @@ def stop_ids_of(folder: Path) -> tuple[int, ...]:
         ValueError: A file that may say so is a link out of the folder, no JSON object, or names no ids.
     """
     for file in (folder / GENERATION, folder / "config.json"):
-        found: Any = _content(file).get("eos_token_id") if file.is_file() else None
+        found: Any = _text_alone(_content(file)).get("eos_token_id") if file.is_file() else None
         ids = cast("list[Any]", found if isinstance(found, list) else [found])
         if found is not None and not all(type(token) is int for token in ids):
             raise ValueError(f"{file}: eos_token_id={found!r} must be the id of a token, or a list of ids. Correct it.")
@@ -77,6 +77,14 @@ def _text_alone(published: dict[str, Any]) -> dict[str, Any]:
         return published
     shared = {key: published[key] for key in _SHARED if key in published}
     return {"model_type": f"{kind}_text", **shared, **cast("dict[str, Any]", inner)}
+
+
+def of_text(published: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """``model.args`` for what `read_published` gave. For one of `TEXT_ALONE`, ``text_config.`` is taken off the names: earlier
+    versions read the whole file, and their runs go on.
+    """
+    alone = str(published.get("model_type")).removesuffix("_text") in TEXT_ALONE
+    return {key.removeprefix("text_config.") if alone else key: value for key, value in args.items()}
 
 
 def _content(file: Path, asked: str = "") -> dict[str, Any]:
@@ -132,6 +140,7 @@ def with_changes(
         ValueError: A field that the family does not have, or a value of another type.
     """
     changed = copy.deepcopy(dict(published))
+    changes = of_text(published, changes)
     if any(key.partition(".")[0] == _ROPE for key in changes):
         changed.pop("rope_scaling", None)  # transformers would read it instead
         if isinstance(known.get(_ROPE), dict):
