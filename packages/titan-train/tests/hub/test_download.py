@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -181,6 +182,31 @@ def test_one_file_that_fails_ends_the_others(tmp_path, holds, monkeypatch):
     with pytest.raises(RuntimeError, match="no such host"):
         module.download("datasets/org/name", tmp_path)
     assert sorted(begun) == names[:4]
+
+
+def test_one_file_that_fails_ends_the_comparison_of_those_that_are_there(tmp_path, holds, monkeypatch):
+    holds("a", {"there.parquet": b"content", "train.parquet": b"content"}, broken=["train.parquet"])
+    (tmp_path / "there.parquet").write_bytes(b"content")
+    compared, breaks_off, begun = [], module._transfer, threading.Event()
+
+    class Slow(io.BytesIO):
+        def read(self, _):
+            begun.set()
+            time.sleep(0.01)
+            compared.append(1)
+            return b"c" if len(compared) < 2000 else b""
+
+    monkeypatch.setattr(module, "open_file", lambda _: Slow())
+    monkeypatch.setattr(module, "_transfer", lambda *args: begun.wait(30) and breaks_off(*args))
+    with pytest.raises(RuntimeError, match="broken off"):
+        module.download("datasets/org/name", tmp_path)
+    assert 0 < len(compared) < 2000
+
+
+def test_a_download_needs_no_locks_of_files(tmp_path, holds, monkeypatch):
+    holds("a", {"train.parquet": b"content"})
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows, where a folder cannot be opened either
+    assert module.download("datasets/org/name", tmp_path).size == 7
 
 
 def test_two_downloads_into_one_folder_load_each_file_once(tmp_path, holds, monkeypatch):

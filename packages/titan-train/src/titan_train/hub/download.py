@@ -113,7 +113,7 @@ def _load_chosen(
     def load(file: RepoFile) -> RepoFile:
         _refuse_after(errors)
         try:
-            return _asked(name, lambda: _load(out, file, transfer_of(file, errors)))
+            return _asked(name, lambda: _load(out, file, transfer_of(file, errors), errors))
         except BaseException as err:
             errors.append(err)
             raise
@@ -139,21 +139,20 @@ def _load_chosen(
 
 @contextlib.contextmanager
 def _alone(folder: Path, tell: Callable[[str], None]) -> Generator[None]:
-    """Inside, no other process or thread loads into the folder, where the file system has locks."""
-    import fcntl  # not on Windows
-
+    """Inside, no other process or thread loads into the folder, where the system and the file system have locks."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)  # of the folder itself: no file is left
-    try:
-        with contextlib.suppress(OSError):
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl  # not on Windows
+
+            lock = os.open(folder, os.O_RDONLY)  # of the folder itself: no file is left
+            held.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 tell(f"waiting for another command that loads into {folder}")
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(lock)
 
 
 def _refuse_after(errors: Sequence[BaseException]) -> None:
@@ -300,15 +299,15 @@ def _have(folder: Path, file: RepoFile) -> int:
     return part.stat().st_size if part.is_file() else 0
 
 
-def _load(folder: Path, file: RepoFile, transfer: Callable[[Path], None]) -> RepoFile:
+def _load(folder: Path, file: RepoFile, transfer: Callable[[Path], None], errors: Sequence[BaseException]) -> RepoFile:
     """The file with its sha256, transferred unless it is there, and compared with the hash that the hub states."""
     path = folder / file.name
-    if path.is_file() and (found := _if_whole(path, file)) is not None:
+    if path.is_file() and (found := _if_whole(path, file, errors)) is not None:
         return found
     part = _part(folder, file)
     part.parent.mkdir(parents=True, exist_ok=True)
     transfer(part)
-    found = _if_whole(part, file)
+    found = _if_whole(part, file, errors)
     if found is None:
         part.unlink()
         raise ValueError(
@@ -345,12 +344,13 @@ def _transfer(hub: Any, url: str, size: int, part: Path, errors: Sequence[BaseEx
             http_get(url, file, resume_size=have, headers=hub.utils.build_hf_headers(), expected_size=size)
 
 
-def _if_whole(path: Path, file: RepoFile) -> RepoFile | None:
-    """The file with its sha256 if its content is the one that the hub states."""
+def _if_whole(path: Path, file: RepoFile, errors: Sequence[BaseException] = ()) -> RepoFile | None:
+    """The file with its sha256 if its content is the one that the hub states; ends where there are ``errors`` of others."""
     sha256 = hashlib.sha256()
     git = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     with open_file(path) as content:
         while chunk := content.read(_CHUNK_BYTES):
+            _refuse_after(errors)
             sha256.update(chunk)
             git.update(chunk)
     found, stated = (sha256.hexdigest(), file.sha256) if file.sha256 else (git.hexdigest(), file.blob)
