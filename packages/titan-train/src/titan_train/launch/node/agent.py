@@ -218,10 +218,8 @@ class NodeRanks:
         if stuck:
             for process in stuck.values():  # or Python waits for it when this process ends
                 multiprocessing.process._children.discard(process)  # pyright: ignore[reportAttributeAccessIssue]
-            tracker: Any = multiprocessing.resource_tracker
-            with contextlib.suppress(
-                AttributeError
-            ):  # or Python 3.12 and later wait for the tracker, whose pipe they hold
+            tracker: Any = multiprocessing.resource_tracker  # for which Python 3.12 waits then too: they hold its pipe
+            with contextlib.suppress(AttributeError):
                 tracker._resource_tracker._pid = None
             self._agent.stuck = (
                 f"SIGKILL has not ended {_named(stuck)} in {KILL_S:g} s: stuck in the kernel (a file system or a device does not "
