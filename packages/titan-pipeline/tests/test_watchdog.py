@@ -94,6 +94,33 @@ def test_a_rank_that_hangs_in_its_stage_is_named_on_every_rank(caplog):
     assert "free.wait()" in caplog.text  # its own stack
 
 
+class Gone:
+    """A board whose process has died."""
+
+    def get(self, key):
+        raise RuntimeError("Broken pipe")
+
+    set = get
+
+
+def test_without_the_board_a_rank_that_waits_gives_up_after_the_time_limit():
+    schedule = build_schedule("1f1b", 2, 2)
+    free, errors = threading.Event(), {}
+
+    def work(transport):
+        transport.board = Gone()
+        executor = build_executor(schedule, transport, lambda calls: free.wait(30), at=0, hang_timeout_s=TIMEOUT_S)
+        with pytest.raises(PipelineAborted) as caught:
+            step(executor, 2)
+        errors[transport.rank] = caught.value.failure
+        free.set()
+
+    ThreadHub(2).run(work)
+    assert errors[0].hung  # by its own watchdog, or by the news from rank 1
+    assert (errors[1].rank, errors[1].hung) == (1, True)
+    assert "no progress for 1 s and waits for rank 0. Which rank holds it up is unknown" in errors[1].error
+
+
 def test_a_slow_rank_is_left_alone():
     schedule = build_schedule("1f1b", 2, 6)
     work = ThreadHub(2).run(

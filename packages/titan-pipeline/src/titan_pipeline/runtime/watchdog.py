@@ -8,6 +8,7 @@ that all ranks can read: a store of torch.distributed, or a dict for threads. A 
 reads the board. As long as anyone moves, it waits on. If nobody does, somebody is not waiting for a message: this rank is
 the one that hangs. The verdict goes on the board, every rank stops waiting and raises `PipelineAborted` with it. The
 rank that hangs cannot be interrupted; its thread logs where it stands, and it raises too, should it ever come back.
+Where the board itself fails, as the process that holds it has died, each rank gives up when it has stood still so long.
 
 The ranks cannot meet any more after that, so `Executor.reset` refuses: restart the job. Actions cost nothing extra.
 """
@@ -90,6 +91,7 @@ class Watchdog:
         self._since = time.monotonic()
         self._beat = 0
         self._others: dict[int, tuple[int, float]] = {}
+        self._has_board = True
         self._ended = threading.Event()
         if transport.board is not None and transport.num_ranks > 1:
             period = min(5.0, timeout_s / 10)
@@ -117,20 +119,11 @@ class Watchdog:
 
     def look(self) -> bool:
         """One look, in the thread. False when there is nothing more to watch."""
-        board = self._transport.board
-        assert board is not None
         status = self._status()
         try:
-            verdict = board.get(_VERDICT)
-            board.set(f"rank{self._transport.rank}", json.dumps(status))
-            if verdict is None and status.phase != "idle" and status.still_s >= 0.5 * self._timeout_s:
-                rows = self._observed(board, status)
-                if status.still_s >= self._timeout_s:
-                    verdict = self._judge(rows, status)
-                if verdict is not None:
-                    board.set(_VERDICT, verdict)
-        except RuntimeError:  # the board is gone: the job is ending, or its first process has died
-            return False
+            verdict = self._read(status) if self._has_board else self._alone(status)
+        except RuntimeError:  # the process that holds the board has died, or the job is ending
+            self._has_board, verdict = False, None
         if verdict is None:
             return True
         rank, position, action, error = json.loads(verdict)
@@ -140,6 +133,31 @@ class Watchdog:
             _logger.error("rank %d hangs at %s: %s. Its stack:\n%s", rank, action or "no action", error, stack)
         self._transport.give_up(PeerFailure(rank, position, action, error, hung=True))
         return False
+
+    def _read(self, mine: RankStatus) -> str | None:
+        """Write on the board what this rank does; the verdict that stands there, or that this look finds."""
+        board = self._transport.board
+        assert board is not None
+        verdict = board.get(_VERDICT)
+        board.set(f"rank{self._transport.rank}", json.dumps(mine))
+        if verdict is None and mine.phase != "idle" and mine.still_s >= 0.5 * self._timeout_s:
+            rows = self._observed(board, mine)
+            if mine.still_s >= self._timeout_s:
+                verdict = self._judge(rows, mine)
+            if verdict is not None:
+                board.set(_VERDICT, verdict)
+        return verdict
+
+    def _alone(self, mine: RankStatus) -> str | None:
+        """Without a board nobody knows who hangs, and nothing else limits how long a message may take."""
+        if mine.phase == "idle" or mine.still_s < self._timeout_s:
+            return None
+        doing = f"waits for rank {mine.waiting}" if mine.waiting >= 0 else "computes"
+        error = (
+            f"it has made no progress for {self._timeout_s:g} s and {doing if mine.phase == 'step' else 'waits for all ranks'}. "
+            "Which rank holds it up is unknown: the store of torch.distributed does not answer, so its process has probably died"
+        )
+        return json.dumps([self._transport.rank, mine.position, mine.action, error])
 
     def _status(self) -> RankStatus:
         run, phase = self._run, self._phase
