@@ -323,5 +323,11 @@ def test_the_input_of_alpaca_stands_below_its_instruction_and_other_records_are_
     assert messages_of(shared) == [{"role": "system", "content": "Be short."}, *shared["conversations"]]
     own = [{"from": "system", "value": "Be long."}, *shared["conversations"]]
     assert messages_of(shared | {"conversations": own}) == own
+    developer = [{"role": "developer", "content": "Be long."}, *shared["conversations"]]
+    assert messages_of(shared | {"conversations": developer}) == developer
+    parts = [{"type": "text", "text": "Be short."}]
+    assert messages_of(shared | {"system": parts})[0] == {"role": "system", "content": parts}
+    for other in (True, 3, {"os": "linux"}, "", []):
+        assert messages_of(shared | {"system": other}) == shared["conversations"]
     with pytest.raises(ValueError, match=r"instruction and output; it has \['question', 'reply'\]"):
         messages_of({"question": "a", "reply": "b"})

@@ -36,7 +36,7 @@ def messages_of(record: Any) -> Any:
 
     ``messages`` or ``conversations`` (ShareGPT) are lists of messages; ``prompt`` and ``completion``, texts or lists of
     messages; ``instruction``, ``input`` and ``output`` (Alpaca) one question, with the input below the instruction. The record's
-    ``system`` comes first, unless one of the messages is the system's.
+    ``system``, a text or a list of parts, comes first, unless one of the messages is the system's or the developer's.
 
     Raises:
         ValueError: It has none of these forms.
@@ -45,11 +45,12 @@ def messages_of(record: Any) -> Any:
         raise ValueError(f"the record is {type(record).__name__}, not an object")
     held = {str(key): value for key, value in cast("dict[Any, Any]", record).items() if value is not None}
     messages, system = _held_messages(held), held.get("system")
-    if not system or not isinstance(messages, list):
+    if not system or not isinstance(system, (str, list)) or not isinstance(messages, list):
         return messages
     turns = cast("list[Any]", messages)
-    if any(isinstance(turn, dict) and "system" in (turn.get("role"), turn.get("from")) for turn in turns):
-        return turns
+    for turn in turns:
+        if isinstance(turn, dict) and {"system", "developer"} & {str(turn.get("role")), str(turn.get("from"))}:
+            return turns
     return [{"role": "system", "content": system}, *turns]
 
 
