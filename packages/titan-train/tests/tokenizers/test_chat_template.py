@@ -178,6 +178,61 @@ def test_parts_of_text_are_joined_where_a_template_knows_no_parts():
         ChatTemplate(TRIMS, {}).render([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
 
 
+EMPTIES = TRIMS.replace("m['content'] | trim", "m.content if m.content is string else ''")  # as Qwen3's does
+ADDS = TRIMS.replace("m['content'] | trim", "'' + m.content")  # as Qwen2.5's does, and raises
+ENCODES = TRIMS.replace("m['content'] | trim", "m.content if m.content is string else m.content | tojson")  # Jamba's
+
+
+@pytest.mark.parametrize("source", [TRIMS, EMPTIES, ADDS, ENCODES])
+def test_parts_are_neither_lost_nor_refused_by_a_template_that_knows_none(source):
+    template = ChatTemplate(source, {})
+    said = [("user", ["Say ", "it"]), ("assistant", ["it"]), ("user", ["more"]), ("assistant", ["Say", " more"])]
+    texts = [{"role": role, "content": "".join(parts)} for role, parts in said]
+    in_parts = [{"role": role, "content": [{"type": "text", "text": text} for text in parts]} for role, parts in said]
+    assert answers(template, in_parts) == answers(template, texts)
+    assert answers(template, [*texts[:3], in_parts[3]]) == answers(template, texts)
+    assert template.render(in_parts[:3], add_generation_prompt=True) == template.render(
+        texts[:3], add_generation_prompt=True
+    )
+    content = [*in_parts[0]["content"], {"type": "image", "image": "a.png"}]
+    with pytest.raises(ValueError, match=r"message 1 holds more than text|can only concatenate str"):
+        template.render([{"role": "user", "content": content}])
+
+
+def test_a_template_keeps_the_roles_and_parts_that_it_reads():
+    reads = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content | trim }}{% else %}{% for p in m.content %}"
+        "[{{ p.text | trim if p.type == 'text' else p.type }}]{% endfor %}{% endif %}{% endfor %}"
+    )
+    parts = [{"type": "image"}, {"type": "text", "text": "a "}]
+    system = {"role": "system", "content": [{"type": "text", "text": "b"}, "c"]}
+    assert ChatTemplate(reads, {}).render([system, {"role": "user", "content": parts}]) == "bc[image][a]"
+    assert ChatTemplate(reads, {}).render([{"role": "user", "content": parts[:1]}]) == "[image]"
+    found = [{"text": "a", "score": 1}, {"output": 2}]  # what a function gave
+    assert ChatTemplate(ENCODES, {}).render([{"role": "tool", "content": found}]).count(json.dumps(found)) == 1
+    refuses = ChatTemplate(ADDS.replace("m['role']", "(m.role if loop.index < 3 else raise_exception('too long'))"), {})
+    with pytest.raises(ValueError, match="can only concatenate str"):
+        refuses.render([{"role": "user", "content": parts}])
+
+
+@pytest.mark.parametrize(
+    "writes", ["call.arguments | tojson", "call.arguments | items | list | string", "call.arguments.items() | list"]
+)
+def test_arguments_that_are_json_text_are_read_as_an_object_wherever_else_they_stand(writes):
+    source = TRIMS.replace("| trim }}", "| trim }}{%% for call in m.tool_calls %%}f{{ %s }}{%% endfor %%}" % writes)  # noqa: UP031
+    for asked, call in (('{"a": "é"}', {"a": "é"}), ("{}", {}), ("f", {"a": {"b": [1]}})):
+        as_text, as_object = (
+            [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]},
+                {"role": "tool", "content": json.dumps(call, ensure_ascii=False)},
+                {"role": "assistant", "content": [{"type": "text", "text": "Done"}]},
+            ]
+            for arguments in (json.dumps(call, ensure_ascii=False), call)
+        )
+        assert answers(ChatTemplate(source, {}), as_text) == answers(ChatTemplate(source, {}), as_object)
+
+
 @pytest.mark.parametrize(
     ("writes", "expected"),
     [

@@ -13,7 +13,7 @@ turn; one that does (by dropping earlier reasoning, for example) is refused, and
 
 import contextlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -40,6 +40,10 @@ BUILT_IN = {
 
 # Characters that Unicode reserves for use inside a program: they stand around what the assistant wrote.
 _START, _END = "\ufdd0", "\ufdd1"
+
+# Another of them: it stands in texts of which the template shows whether it reads them.
+_MARK = "\ufdd2"
+_ARGUMENTS = f'{{"{_MARK}": 1}}'
 
 _A_DAY = datetime(2024, 7, 26)
 _ANSWER = "What is behind this text ends it"
@@ -122,7 +126,8 @@ class ChatTemplate:
             ValueError: If the template refuses the conversation, or asks for what it may not have.
         """
         template = self._with_tools if tools else self
-        text = template._render(messages, tools, add_generation_prompt, now, variables)
+        readable = template._readable(messages, tools, now, variables)
+        text = template._render(readable, tools, add_generation_prompt, now, variables)
         return text.replace(_START, "").replace(_END, "")
 
     def render_prompt(self, messages: Sequence[Message], *, now: datetime | None = None) -> RenderedChat:
@@ -134,7 +139,7 @@ class ChatTemplate:
         if not self.marks_answers:
             return RenderedChat(self.render(messages, add_generation_prompt=True, now=now), ())
         check_message_text(json.dumps([*messages], ensure_ascii=False, default=str))
-        return _split_marks(self._render(messages, None, True, now, {}))
+        return _split_marks(self._render(self._readable(messages, None, now, {}), None, True, now, {}))
 
     def render_spans(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> RenderedChat:
         """A conversation as text, with the places of what the assistant wrote.
@@ -147,18 +152,19 @@ class ChatTemplate:
             return self._with_tools.render_spans(messages, tools=tools)
         if not any(message.get("role") == "assistant" for message in messages):
             raise ValueError("no message has the role 'assistant', so there is nothing to learn")
+        messages = self._readable(messages, tools, None, {})
         if self.marks_answers:
             rendered = _split_marks(self._render(messages, tools, False, None, {}))
             for number, message in enumerate(messages, start=1):
                 _check_calls(number, message, rendered.text)
             return rendered
-        whole = self.render(messages, tools=tools)
+        whole = self._render(messages, tools, False, None, {})
         spans: list[tuple[int, int]] = []
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self.render(messages[:number], tools=tools, add_generation_prompt=True) if number else ""
-            after = self.render(messages[: number + 1], tools=tools)
+            before = self._render(messages[:number], tools, True, None, {}) if number else ""
+            after = self._render(messages[: number + 1], tools, False, None, {})
             if not (after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
                     f"the chat template writes the turns before message {number + 1} differently once it is there, so what "
@@ -194,37 +200,49 @@ class ChatTemplate:
     ) -> str:
         import jinja2
 
-        if self.source in BUILT_IN.values():
-            messages = [_text_alone(number, message) for number, message in enumerate(messages, start=1)]
         given = dict(self.special_tokens) | dict(variables)
         if now is not None:
             given["strftime_now"] = now.strftime
+        try:
+            return self._template.render(
+                messages=[_with_reasoning(message) for message in messages],
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **given,
+            )
+        except (jinja2.TemplateError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError) as err:
+            if "'strftime_now' is undefined" in str(err) and "strftime_now" not in given:
+                return self._render(messages, tools, add_generation_prompt, _A_DAY, variables)
+            raise ValueError(f"the chat template refuses the conversation ({err})") from err
 
-        def write(messages: Sequence[Message]) -> str:
-            try:
-                return self._template.render(
-                    messages=[_with_reasoning(message) for message in messages],
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **given,
-                )
-            except (
-                jinja2.TemplateError,
-                TypeError,
-                ArithmeticError,
-                LookupError,
-                AttributeError,
-                RecursionError,
-            ) as err:
-                if "'strftime_now' is undefined" in str(err) and "strftime_now" not in given:
-                    given["strftime_now"] = _A_DAY.strftime
-                    return write(messages)
-                raise ValueError(f"the chat template refuses the conversation ({err})") from err
+    def _readable(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        now: datetime | None,
+        variables: Mapping[str, Any],
+    ) -> Sequence[Message]:
+        """The messages in the forms that the template reads: parts of text or their text, JSON text of arguments or its object.
 
-        text = write(messages)
-        readable = [_as_read(number, message, text) for number, message in enumerate(messages, start=1)]
-        return text if readable == [*messages] else write(readable)
+        A template that does not know a form loses it, writes it as Python or JSON, encodes it once more, or raises. Which forms
+        it knows shows in what it writes of the same conversation with marks in place of these texts.
+        """
+        if self.source in BUILT_IN.values():
+            return [_text_alone(number, message) for number, message in enumerate(messages, start=1)]
+        marked = [_marked(number, message) for number, message in enumerate(messages, start=1)]
+        if marked == [*messages] and not any(isinstance(message.get("content"), list) for message in messages):
+            return messages
+        try:
+            text = self._render(marked, tools, False, now, variables)
+        except ValueError:
+            with contextlib.suppress(ValueError):
+                others = [_as_read(number, message, message, "") for number, message in enumerate(messages, start=1)]
+                self._render(others, tools, False, now, variables)
+                return others
+            return messages  # their error is the one to tell
+        pairs = zip(messages, marked, strict=True)
+        return [_as_read(number, message, marks, text) for number, (message, marks) in enumerate(pairs, start=1)]
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -247,36 +265,64 @@ def _text_alone(number: int, message: Message) -> Message:
     return {**message, "content": "".join(texts)}
 
 
-def _as_read(number: int, message: Message, text: str) -> Message:
-    """The message in the form that the template reads; ``text`` is what it wrote first.
-
-    A template that knows no parts writes them as Python does, and one that writes the arguments of calls as JSON encodes those
-    that are JSON text already once more.
-    """
+def _marked(number: int, message: Message) -> Message:
+    """The message with marks, which occur nowhere else, in place of texts that a template may not read in their form."""
+    message = _with_arguments(message, lambda _: _ARGUMENTS)
     content = message.get("content")
-    if isinstance(content, list) and any(isinstance(part, dict) and str(part) in text for part in content):
-        message = {**message, **_text_alone(number, {"content": content})}
+    if not isinstance(content, list):
+        return message
+    parts: list[Any] = []
+    for place, part in enumerate(cast("list[Any]", content)):
+        mark = f"{_MARK}{number}.{place}{_MARK}"
+        holds = isinstance(part, dict) and isinstance(cast("dict[str, Any]", part).get("text"), str)
+        parts.append({**part, "text": mark} if holds else mark if isinstance(part, str) else part)
+    return {**message, "content": parts}
+
+
+def _as_read(number: int, message: Message, marked: Message, text: str) -> Message:
+    """The message in the form that the template reads; ``text`` is what it wrote of ``marked``."""
+    if _ARGUMENTS not in text:
+        message = _with_arguments(message, json.loads)
+    if not isinstance(message.get("content"), list) or not message["content"]:
+        return message
+    parts = cast("list[Any]", marked["content"])
+    held = [cast("dict[str, Any]", part) for part in parts if isinstance(part, dict)]
+    encoded = [_to_json(part) for part in held if part.get("type") == "text"]
+    if (
+        text
+        and all(mark in text for mark in _texts_of(parts))
+        and not any(form in text for form in (*map(str, held), *encoded))
+    ):
+        return message
+    return {**message, **_text_alone(number, {"content": message["content"]})}
+
+
+def _texts_of(parts: Sequence[Any]) -> list[str]:
+    texts = (cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else part for part in parts)
+    return [text for text in texts if isinstance(text, str)]
+
+
+def _with_arguments(message: Message, change: Callable[[str], Any]) -> Message:
+    """The message with ``change`` of the arguments of its calls where they are the JSON text of an object."""
+
+    def changed(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        held = cast("dict[str, Any]", call)
+        if isinstance(held.get("function"), dict):
+            return {**held, "function": changed(held["function"])}
+        arguments = held.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(json.loads(arguments), dict):
+                    return {**held, "arguments": change(arguments)}
+        return held
+
     if isinstance(calls := message.get("tool_calls"), list):
-        message = {**message, "tool_calls": [_with_object(call, text) for call in calls]}
+        message = {**message, "tool_calls": [changed(call) for call in cast("list[Any]", calls)]}
     if call := message.get("function_call"):
-        message = {**message, "function_call": _with_object(call, text)}
+        message = {**message, "function_call": changed(call)}
     return message
-
-
-def _with_object(call: Any, text: str) -> Any:
-    """A call with the object that its arguments stand for, where ``text`` has their JSON text as JSON, and not as it is."""
-    if not isinstance(call, dict):
-        return call
-    held = cast("dict[str, Any]", call)
-    if isinstance(held.get("function"), dict):
-        return {**held, "function": _with_object(held["function"], text)}
-    arguments = held.get("arguments")
-    if isinstance(arguments, str) and _to_json(arguments) in text:
-        with contextlib.suppress(ValueError, RecursionError):
-            read = json.loads(arguments)
-            if isinstance(read, dict) and (not read or arguments not in text):
-                return {**held, "arguments": read}
-    return held
 
 
 def _check_calls(number: int, message: Message, text: str) -> None:
