@@ -13,7 +13,7 @@ ragged microbatches weigh what they should.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,9 +276,13 @@ class Executor:
         failure = self.transport.failed()
         if failure is not None and failure.hung:
             raise RuntimeError(f"{failure}. There is no next step: restart the job.")
+        self._clear()
+        self._broken = False
+
+    def _clear(self) -> None:
+        """Drop activations and deferred gradients of a step that failed."""
         for stage in self.stages.values():
             stage.clear()
-        self._broken = False
 
     @contextmanager
     def _meeting(self) -> Generator[None, None, None]:
@@ -348,6 +352,9 @@ class Executor:
             error = err
             failure = PeerFailure(self.rank, *program.where(run.position), f"{type(err).__name__}: {err}")
             transport.announce(failure)
+        if failure is not None:
+            with suppress(Exception):  # `reset` raises it again; here all ranks would wait for this one
+                self._clear()  # to drain the channels takes memory
         with self._meeting(), nullcontext() if self.around is None else self.around(None):
             first, reports = transport.close_step(failure, (run.loss_sum, float(run.denominator), run.aux_sum))
         self._read_marks(program, run.marks if first is None else [])

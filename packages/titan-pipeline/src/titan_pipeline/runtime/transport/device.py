@@ -171,6 +171,9 @@ class DeviceTransport(GlooTransport):
             try:
                 while order:
                     self._post_next(source)
+                    _, works = self._posted.popitem()[1]  # one message at a time: memory may be what failed
+                    for work in works:
+                        work.wait()
             except RuntimeError as err:
                 errors.append(err)
         pending = [works for _, works in self._posted.values()] + [works for works, _ in self._leaving]
