@@ -1,4 +1,4 @@
-"""Where a rank computes: which GPU is its own; on the CPU, freed memory stays with the process.
+"""Where a rank computes: which GPU is its own, how many cores it may use; on the CPU, freed memory stays with the process.
 
 A step frees its activations and the next asks for as much. glibc gives the top of its heap back to the system as soon as
 twice its largest freed block is unused there, so every step's activations came as new pages, which the system fills with
@@ -6,6 +6,7 @@ zeros: 22,000 page faults a step of the quick start, 4 % of its CPU time. The pe
 """
 
 import ctypes
+import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -13,6 +14,11 @@ _KEPT_BYTES = 1 << 30
 _OWN_MAPPING_BYTES = (
     32 << 20
 )  # the largest that glibc accepts: a larger block is its own mapping, and given back when freed
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> bool:

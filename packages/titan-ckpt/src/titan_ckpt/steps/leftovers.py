@@ -67,12 +67,18 @@ def _superseded(root: StorePath) -> list[StorePath]:
 def await_inherited(root: StorePath, limit_s: float) -> None:
     """Wait for savers whose trainer is gone or is this process: their step is the one to resume from."""
     deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        owners = [owner_of(path) for path in unfinished(root)]
-        if not any(owner and owner.local and owner.alive and _inherited(owner.pid) for owner in owners):
+    while _is_written(root):
+        if time.monotonic() >= deadline:
+            _log.warning(
+                "%s: the saver of a killed trainer still writes after %g s; its step is not waited for", root, limit_s
+            )
             return
         time.sleep(0.05)
-    _log.warning("%s: the saver of a killed trainer still writes after %g s; its step is not waited for", root, limit_s)
+
+
+def _is_written(root: StorePath) -> bool:
+    owners = [owner_of(path) for path in unfinished(root)]
+    return any(owner and owner.local and owner.alive and _inherited(owner.pid) for owner in owners)
 
 
 def _inherited(pid: int) -> bool:

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from titan_train.cli.cluster import Finding, diagnose_cluster
+from titan_train.rank_device import usable_cores
 
 PACKAGES = ("titan-train", "titan-mesh", "titan-fsdp", "titan-pipeline", "titan-cp", "titan-fp8", "titan-ckpt")
 _EXTRAS = {
@@ -99,9 +100,7 @@ def diagnose() -> Iterator[Finding]:
     yield Finding(
         "ok", "python", f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
     )
-    yield Finding(
-        "ok", "cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} usable"
-    )
+    yield Finding("ok", "cores", f"{usable_cores()} usable")
     for name in PACKAGES:
         yield _package(name, f"uv pip install {name}")
     yield from _torch()

@@ -89,8 +89,13 @@ class LocalBatch:
     @property
     def keywords(self) -> Mapping[str, Any]:
         """What the model may accept by name."""
-        own = {"positions": self.positions, "cu_seqlens": self.cu_seqlens, "attention_plan": self.attention_plan}
-        return {**own, "padding": self.padding, **self.ahead}
+        return {
+            "positions": self.positions,
+            "cu_seqlens": self.cu_seqlens,
+            "attention_plan": self.attention_plan,
+            "padding": self.padding,
+            **self.ahead,
+        }
 
     @property
     def target(self) -> Tensor:

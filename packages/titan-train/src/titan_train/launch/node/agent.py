@@ -31,6 +31,7 @@ from titan_train.launch.rank.heartbeat import Beat, Phase, heartbeat_file, read_
 from titan_train.launch.rank.info import DeviceType, RankInfo
 from titan_train.launch.rank.orders import Order, OrderSender, orders_file
 from titan_train.launch.validate import validate_in_child
+from titan_train.rank_device import usable_cores
 
 _SERVER_GONE = 255  # what multiprocessing says of a child whose server cannot tell how it ended
 KILL_S = 600.0
@@ -96,8 +97,7 @@ class NodeAgent:
     @classmethod
     def sharing_cores(cls, ranks: int, device: DeviceType) -> "NodeAgent":
         """For ``ranks`` ranks that have this machine to themselves: more threads than cores make every one of them slower."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cls(max(1, cores // ranks) if device == "cpu" else 1)
+        return cls(max(1, usable_cores() // ranks) if device == "cpu" else 1)
 
     def fork(self, rank_job: RankJob, listener: socket.socket | None, log: str | None) -> Any:
         """Fork one rank and return its process."""

@@ -27,6 +27,7 @@ from titan_train.launch.rank.flight_recorder import record_collectives, write_du
 from titan_train.launch.rank.heartbeat import Heartbeat, heartbeat_file
 from titan_train.launch.rank.info import RankInfo
 from titan_train.launch.rank.orders import obey, orders_file
+from titan_train.rank_device import usable_cores
 from titan_train.terminal import clean_output
 
 if TYPE_CHECKING:
@@ -134,11 +135,11 @@ def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | No
     if "OMP_NUM_THREADS" in os.environ and ranks.device_type == "cpu":
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if ranks.device_type == "cuda":
-        cores = _usable_cores()
+        cores = usable_cores()
         prepare_gpu(ranks.local_rank, bind_numa=config.launch.bind_numa)
         if config.parallel.offload != "none" and int(os.environ.get("OMP_NUM_THREADS", 1)) == 1:
             # clipping and the optimizer run here; one thread is for ranks that compute on their GPU alone
-            torch.set_num_threads(max(1, min(_usable_cores(), cores // ranks.local_world_size)))
+            torch.set_num_threads(max(1, min(usable_cores(), cores // ranks.local_world_size)))
     backend = "cpu:gloo,cuda:nccl" if ranks.device_type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=config.launch.timeout_s)
     if ranks.store is None:
@@ -155,10 +156,6 @@ def _process_group(config: Config, ranks: RankInfo, listener: socket.socket | No
     # Only after success: a barrier with a dead peer would hide the error behind a time-out.
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _tcp_store(ranks: RankInfo, timeout: datetime.timedelta, listener: socket.socket | None) -> "dist.TCPStore":  # pyright: ignore[reportPrivateImportUsage]

@@ -98,18 +98,11 @@ class SeesImages(nn.Module):
         x = decoder.norm(x)
         return decoder.lm_head(x) if labels is None else decoder.lm_head(x, labels)
 
-    def sequence_context(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None,
-        cu_seqlens: Tensor | None,
-        attention_plan: Any = None,
-        padding: Tensor | None = None,
-    ) -> SequenceContext:
+    def sequence_context(self, tokens: Tensor, positions: Tensor | None, *others: Any) -> SequenceContext:
         """As `Decoder.sequence_context`; a decoder without rows and columns takes the first of three axes of positions."""
         if positions is not None and positions.ndim == 3 and not self.encoder_args.grid_positions:
             positions = positions[..., 0]
-        return cast("Any", super()).sequence_context(tokens, positions, cu_seqlens, attention_plan, padding)
+        return cast("Any", super()).sequence_context(tokens, positions, *others)
 
     def _with_images(
         self,

@@ -125,9 +125,8 @@ class Driver:
         code = -1
         for _ in range(_MOST_CRASHES):
             try:
-                self._process = (
-                    self._start()
-                )  # by this thread, which lives as long as the actor: see `_end_with_parent`
+                # by this thread, which lives as long as the actor: see `_end_with_parent`
+                self._process = self._start()
             except (OSError, subprocess.SubprocessError) as err:
                 self._refused = f"\nerror: the supervisor could not be started: {err}\n".encode()
                 break
